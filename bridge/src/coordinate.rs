@@ -160,7 +160,7 @@ impl Coordinator {
             tracing::warn!(host = host.url, failure = host.failure, label = %rolled.label, "a straggler");
         }
         if rolled.hosts.len() - rolled.stragglers().count() < self.hosts_min() {
-            let (label, hosts) = (rolled.label, describe(&rolled.hosts));
+            let (label, hosts) = (rolled.label.to_string(), describe(&rolled.hosts));
             return Err(Error::Unactivated { label, wanted: self.hosts_min(), hosts });
         }
         Ok(rolled)

@@ -3,8 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::engine::Label;
-
 /// What can go wrong between us and an inference engine. Every variant that concerns an engine names its URL.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -191,8 +189,8 @@ pub enum Error {
     },
     /// The engine does not have our plugin, which was asked for.
     #[error(
-        "engine {engine} cannot be patched, as --plugin require wants: {why}. Install driftless into its environment and start it \
-         again as the user of this process, or follow without --plugin require"
+        "engine {engine} cannot be patched, which is required here: {why}. Install driftless-rl into its environment and start \
+         it again as the user of this process"
     )]
     NoPlugin {
         /// URL of the engine.
@@ -228,7 +226,7 @@ pub enum Error {
     #[error("after {after:?} not every engine serves {label}: {}", list(.laggards))]
     Behind {
         /// The label waited for.
-        label: Label,
+        label: String,
         /// The deadline.
         after: Duration,
         /// The engines that are not there, each as `URL (serves …)` or `URL (its failure)`.
@@ -248,7 +246,7 @@ pub enum Error {
     #[error("fewer than {wanted} hosts activated {label}: {}", list(.hosts))]
     Unactivated {
         /// The version's label.
-        label: Label,
+        label: String,
         /// How many hosts were asked for.
         wanted: usize,
         /// The hosts that failed, each as `URL (its failure)`.
@@ -344,7 +342,7 @@ pub enum Error {
     },
     /// Engines answered that they had loaded a bucket, and still have its memory open.
     #[error(
-        "{after:?} after the reply a bucket's memory is still open, with {}; the engines must run as the user of this process and share its /dev/shm (containers: --ipc=host)",
+        "{after:?} after the reply a bucket's memory is still open, with {}; the engines must run as the user of this process and share its /dev/shm (containers: the host's IPC namespace)",
         list(.engines)
     )]
     Unreleased {
@@ -383,9 +381,7 @@ impl Error {
             _ => false,
         }
     }
-}
 
-impl Error {
     /// The threads that drive connections cannot be started.
     pub(crate) fn threads(error: std::io::Error) -> Self {
         Self::SetUp { what: "the threads of connections to engines", source: error.into() }

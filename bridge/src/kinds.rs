@@ -6,7 +6,8 @@ use driftless_store::redact;
 
 use crate::engine::{ClientOptions, Engine};
 use crate::error::{Error, Result};
-use crate::{sglang, vllm};
+use crate::sglang;
+use crate::vllm;
 
 type Connect = fn(&str, ClientOptions) -> Result<Arc<dyn Engine>>;
 

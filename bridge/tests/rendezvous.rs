@@ -124,7 +124,7 @@ fn who_breaks_the_protocol_harms_only_himself() {
 }
 
 #[test]
-fn who_sends_half_a_request_and_stops_is_closed_and_who_is_silent_is_not() {
+fn half_a_request_closes_its_connection_and_silence_does_not() {
     let rendezvous = start(RendezvousOptions::default().with_deadline(Duration::from_millis(100)));
     // On a busy machine a client may greet, or ask, too late; another one then is the silent one.
     let mut silent = None;

@@ -104,8 +104,8 @@ def wait_prepared(server: Server, label: str) -> None:
 
 def writing_ms(server: Server) -> float:
     """Milliseconds for which the server's last patch wrote, by its log."""
-    line = [line for line in server.log.read_text().splitlines() if "driftless: patched to " in line][-1]
-    return float(line.split(" elements in ")[1].split(" ms")[0])
+    line = [line for line in server.log.read_text().splitlines() if 'driftless: {"patched":' in line][-1]
+    return json.loads(line.partition("driftless: ")[2])["wrote_us"] / 1e3
 
 
 def row(name: str, times: list[float]) -> None:

@@ -32,6 +32,7 @@ import time
 from pathlib import Path
 
 import driftless_rl
+from driftless_rl._native import plugin_dir
 from safetensors.torch import load_file
 
 BATCH, PROMPT, VOCABULARY = int(os.environ.get("BATCH", 48)), 64, int(os.environ.get("VOCABULARY", 151936))
@@ -40,7 +41,7 @@ MODE = os.environ.get("MODE", "in_place")
 LOADS = 3
 # Seconds of decoding that are compared, with and without a delta that is prepared, and how often.
 WINDOW, WINDOWS = 8, 4
-PLUGINS = Path(os.environ.get("DRIFTLESS_PLUGIN_DIR") or f"/dev/shm/driftless-{os.geteuid()}")
+PLUGINS = plugin_dir()
 # What the plugin of a rank says of a patch, in milliseconds.
 TIMES = ("wrote_ms", "prepared_ms", "hook_ms")
 # Seconds from the start of this until the server answers.
@@ -274,9 +275,7 @@ class Bench:
 
     def said(self) -> list[dict]:
         """What the plugin of each rank said of the live patch."""
-        head = re.escape(f"driftless: patched to {self.label()}, ")
-        tail = r"(\d+) elements in ([\d.]+) ms, prepared in ([\d.]+) ms(?:, cache (\w+))?, ([\d.]+) ms in all"
-        line = re.compile(rf"(?:TP(\d+)\] )?{head}{tail}")
+        line = re.compile(rf'(?:TP(\d+)\] )?driftless: (\{{"patched":"{re.escape(self.label())}".*\}})')
 
         def all_ranks() -> list[tuple] | None:
             found = line.findall(self.log.read_text(errors="replace"))
@@ -284,9 +283,12 @@ class Bench:
             return found if len(found) == self.ranks else None
 
         return [
-            {"rank": int(rank or 0), "elements": int(elements), "cache": cache, **dict(zip(TIMES, map(float, times)))}
-            for rank, elements, wrote, prepared, cache, hook in sorted(until("word of every rank", 60, all_ranks))
-            for times in ((wrote, prepared, hook),)
+            {
+                **{"rank": int(rank or 0), "elements": said["elements"], "cache": said["cache"]},
+                **{name: said[key] / 1e3 for name, key in zip(TIMES, ("wrote_us", "prepared_us", "stood_still_us"))},
+            }
+            for rank, text in sorted(until("word of every rank", 60, all_ranks))
+            for said in (json.loads(text),)
         ]
 
     def load(self) -> float:

@@ -22,6 +22,7 @@ mod publisher;
 mod tensor;
 mod work;
 
+use driftless::bridge::live::Vote;
 use pyo3::prelude::*;
 use std::ffi::OsString;
 
@@ -44,11 +45,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<follower::Follower>()?;
     module.add_class::<codec::Codec>()?;
     module.add_class::<live::LiveModel>()?;
+    module.add_class::<live::Patch>()?;
+    module.add("REFUSES", Vote::Refuses as u8)?;
+    module.add("LOADS", Vote::Loads as u8)?;
+    module.add("PATCHES", Vote::Patches as u8)?;
     module.add_class::<log::RolloutLog>()?;
     module.add_class::<log::LogReader>()?;
     module.add_class::<log::LogRecord>()?;
     module.add_class::<log::Column>()?;
     module.add_function(wrap_pyfunction!(live::checkpoint_tensors, module)?)?;
+    module.add_function(wrap_pyfunction!(live::plugin_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(live::patch_refused, module)?)?;
     module.add_function(wrap_pyfunction!(live::refuse_patches, module)?)?;
     module.add_function(wrap_pyfunction!(live::announce_server, module)?)?;
     module.add_function(wrap_pyfunction!(main, module)?)?;

@@ -3,12 +3,16 @@
 
 use crate::error;
 use crate::tensor::dtype_named;
-use driftless::bridge::live::{self, Layout, LiveCopy, LiveTensor, Rank, Strides, Vote};
+use driftless::bridge::engine::torch_name;
+use driftless::bridge::live::{
+    self, Cache, Layout, LiveCopy, LivePatch, LiveTensor, PatchRefused, PluginReply, Rank, Strides, Vote,
+};
 use driftless::transport::Checkpoint;
 use driftless::transport::snapshot::{Snapshot as _, TensorInfo};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// A copy of a tensor's view into a live tensor: the tensor's index, the live one's index, the sizes of both
 /// views, and of each its offset and strides, in elements.
@@ -21,8 +25,28 @@ pub(crate) fn checkpoint_tensors(
     directory: PathBuf,
 ) -> PyResult<Vec<(String, String, Vec<u64>)>> {
     let checkpoint = py.detach(|| Checkpoint::open(directory)).map_err(error::transport)?;
-    let row = |info: &TensorInfo| (info.name.clone(), info.dtype.to_string(), info.shape.clone());
-    Ok(checkpoint.tensors().iter().map(row).collect())
+    let row = |info: &TensorInfo| {
+        if !live::is_patched(info.dtype) {
+            return Err(error::own(
+                "RefusedError",
+                format!("{} is {}, which is not patched", info.name, info.dtype),
+            ));
+        }
+        Ok((info.name.clone(), torch_name(info.dtype).to_owned(), info.shape.clone()))
+    };
+    checkpoint.tensors().iter().map(row).collect()
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn plugin_dir() -> PathBuf {
+    live::plugin_dir(std::env::var_os(live::PLUGIN_DIR))
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn patch_refused(label: String, why: String) -> String {
+    PluginReply::Refused(PatchRefused { label, refused: why }).to_string()
 }
 
 /// See the stub.
@@ -62,9 +86,9 @@ impl LiveModel {
         device: Option<usize>,
         arena: u64,
     ) -> PyResult<Self> {
-        let info = |(name, dtype, shape): (String, String, Vec<u64>)| {
-            let dtype = dtype.parse().map_err(error::transport)?;
-            PyResult::Ok(TensorInfo { name, dtype, shape })
+        let info = |(name, dtype, shape): (String, String, Vec<u64>)| match dtype_named(&dtype) {
+            Some(dtype) => Ok(TensorInfo { name, dtype, shape }),
+            None => Err(error::tensor(&name, "its dtype", "one of checkpoint_tensors", &dtype)),
         };
         let tensors = tensors.into_iter().map(info).collect::<PyResult<Vec<_>>>()?;
         let storages =
@@ -95,12 +119,7 @@ impl LiveModel {
         py.detach(|| self.model.loaded(label));
     }
 
-    fn patch(
-        &self,
-        py: Python<'_>,
-        label: &str,
-        least: Option<Py<PyAny>>,
-    ) -> PyResult<Option<(u64, f64, f64)>> {
+    fn patch(&self, py: Python<'_>, label: &str, least: Option<Py<PyAny>>) -> PyResult<Option<Patch>> {
         let (moved, mut failed) = (self.moved(py)?, None);
         if moved.is_some() {
             self.loaded(py, None);
@@ -126,9 +145,7 @@ impl LiveModel {
         }
         match (failed, done) {
             (Some(error), _) => Err(error),
-            (None, done) => Ok(done
-                .map_err(refused)?
-                .map(|done| (done.changes, done.wrote.as_secs_f64(), done.prepared.as_secs_f64()))),
+            (None, done) => Ok(done.map_err(refused)?.map(Patch)),
         }
     }
 }
@@ -149,7 +166,21 @@ impl LiveModel {
     }
 }
 
-fn rank((port, number, of): (u16, u32, u32)) -> Rank {
+/// See the stub.
+#[pyclass(frozen, module = "driftless_rl")]
+pub(crate) struct Patch(LivePatch);
+
+#[pymethods]
+impl Patch {
+    fn reply(&self, stood_still: f64, cache_dropped: Option<bool>) -> String {
+        let stood_still = Duration::try_from_secs_f64(stood_still).unwrap_or_default();
+        let cache = cache_dropped.map(|dropped| if dropped { Cache::Dropped } else { Cache::Kept });
+        self.0.reply(stood_still, cache).to_string()
+    }
+}
+
+fn rank(place: (u16, u32, u32)) -> Rank {
+    let (port, number, of) = place;
     Rank { port, number, of }
 }
 

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "reads memory that Python owns")]
 
 use crate::error;
+use driftless::bridge::engine::torch_name;
 use driftless::delta::cuda;
 use driftless::transport::snapshot::TensorInfo;
 use driftless::transport::{Dtype, Error};
@@ -232,24 +233,5 @@ fn info(name: String, dtype: &str, value: &Bound<'_, PyAny>) -> PyResult<TensorI
 
 /// The element type that torch, numpy and ml_dtypes call so.
 pub(crate) fn dtype_named(name: &str) -> Option<Dtype> {
-    Some(match name {
-        "bool" => Dtype::Bool,
-        "uint8" => Dtype::U8,
-        "int8" => Dtype::I8,
-        "float8_e4m3fn" => Dtype::F8E4M3,
-        "float8_e5m2" => Dtype::F8E5M2,
-        "float8_e8m0fnu" => Dtype::F8E8M0,
-        "int16" => Dtype::I16,
-        "uint16" => Dtype::U16,
-        "float16" => Dtype::F16,
-        "bfloat16" => Dtype::Bf16,
-        "int32" => Dtype::I32,
-        "uint32" => Dtype::U32,
-        "float32" => Dtype::F32,
-        "int64" => Dtype::I64,
-        "uint64" => Dtype::U64,
-        "float64" => Dtype::F64,
-        "complex64" => Dtype::C64,
-        _ => return None,
-    })
+    Dtype::ALL.into_iter().find(|dtype| torch_name(*dtype) == name)
 }

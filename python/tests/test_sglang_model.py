@@ -65,6 +65,11 @@ class Deriving(Fused):
         assert not self.broken
 
 
+def reply(done, stood_still: float = 0.5, dropped: bool | None = None) -> dict:
+    """What a follower is answered of a patch."""
+    return json.loads(done.reply(stood_still, dropped).removeprefix("driftless: "))
+
+
 class Host:
     """A live model at version 0, and a follower that prepares deltas for it."""
 
@@ -117,7 +122,8 @@ def test_each_delta_leads_to_the_weights_that_a_load_gives(host):
     for version, density in enumerate((0.001, 0.02, 0.2, 0.05), 1):
         label = host.step(density)
         host.told(None)
-        assert host.live.patch(label).startswith(f"patched to {label}, ")
+        said = reply(host.live.patch(label))
+        assert said["patched"] == label and said["elements"] > 0 and said["prepared_us"] > 0
         assert host.holds(version)
         assert host.live.patch(label) is None, "a delta is written once"
 
@@ -301,13 +307,15 @@ class Manager:
 
     def __init__(self) -> None:
         self.is_pause, self.updated = False, []
+        self.server_args = types.SimpleNamespace(port=30123)
 
     async def update(self, obj, request=None):
         self.updated = [*self.updated, self.is_pause]
         return self
 
 
-def test_an_update_is_handed_on_without_a_pause_where_it_asks_for_that():
+def test_an_update_is_handed_on_without_a_pause_where_it_asks_for_that(monkeypatch, tmp_path):
+    monkeypatch.setenv("DRIFTLESS_PLUGIN_DIR", str(tmp_path / "plugins"))
     manager = Manager()
     asked = types.SimpleNamespace(manifest={"driftless": "patch"})
     for obj, paused in [
@@ -323,9 +331,13 @@ def test_an_update_is_handed_on_without_a_pause_where_it_asks_for_that():
 
 def test_a_server_that_hands_on_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("DRIFTLESS_PLUGIN_DIR", str(tmp_path / "plugins"))
-    _hooks._made(None, types.SimpleNamespace(server_args=types.SimpleNamespace(port=30123)))
-    said = json.loads((tmp_path / "plugins/server-30123.json").read_text())
+    manager, file = Manager(), tmp_path / "plugins/server-30123.json"
+    _hooks._made(None, manager)
+    said = json.loads(file.read_text())
     assert said["pid"] == os.getpid() and said["start"] > 0
+    file.unlink()
+    asyncio.run(_hooks._handed_on(Manager.update, manager, types.SimpleNamespace()))
+    assert json.loads(file.read_text()) == said, "a file that was removed is written with the next update"
 
 
 class Holder:
@@ -352,12 +364,14 @@ def test_a_call_for_a_patch_alone_never_loads(host, monkeypatch):
     label = host.step()
     host.told(None)
     done, message = ask(holder, label, only)
-    assert done and message.startswith(f"driftless: patched to {label}, ") and message.endswith(" ms in all.")
-    assert ", cache dropped, " in message
+    assert done and message.startswith('driftless: {"patched":') and message.endswith("}.")
+    said = json.loads(message.removeprefix("driftless: ").removesuffix("."))
+    assert (said["patched"], said["cache"]) == (label, "dropped") and said["stood_still_us"] >= said["wrote_us"]
     # It is live, so that nothing is prepared for it; a label that is none; another model.
     for label, model in [(label, host.model), (None, host.model), (label, nn.Module())]:
         done, message = ask(Holder(model, holder.loads), label, only)
-        assert not done and "nothing is prepared" in message
+        said = json.loads(message.removeprefix("driftless: "))
+        assert (done, said["label"]) == (False, label or "") and "nothing is prepared" in said["refused"]
     assert holder.loads == []
     # The same without that is a load.
     assert ask(holder, "x:1") == (True, "loaded")
@@ -411,7 +425,7 @@ def test_ranks_are_patched_together_or_not_at_all(store, tmp_path, monkeypatch):
         expected = Fused(host.versions[version]).state_dict()
         return all(torch.equal(expected[name], model.state_dict()[name]) for model in models for name in expected)
 
-    assert all(said.startswith("patched to ") for said in patched()) and hold(1)
+    assert [reply(done)["patched"] for done in patched()] == [host.label()] * 2 and hold(1)
     # At one rank somebody else writes to a weight once the delta is prepared.
     told, norm = host.told, second.rest["model/norm/weight"].data.view(torch.int16)
 
@@ -429,7 +443,7 @@ def test_ranks_are_patched_together_or_not_at_all(store, tmp_path, monkeypatch):
     for model, live in zip(models, (host.live, other)):
         model.load_weights(host.versions[2].items())
         live.loaded(host.label())
-    assert all(said.startswith("patched to ") for said in patched()) and hold(3)
+    assert [reply(done)["patched"] for done in patched()] == [host.label()] * 2 and hold(3)
     host.publisher.close()
     host.follower.close()
 
@@ -476,15 +490,15 @@ def test_a_rank_that_has_nothing_has_all_of_them_load(store, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("flush", "said"),
     [
-        (lambda empty_cache=True: not empty_cache, ", cache dropped"),
-        (lambda empty_cache=True: False, ", cache kept"),
-        (lambda: True, ", cache dropped"),
-        (lambda **_: 1 / 0, ""),
-        (None, ""),
+        (lambda empty_cache=True: not empty_cache, True),
+        (lambda empty_cache=True: False, False),
+        (lambda: True, True),
+        (lambda **_: 1 / 0, None),
+        (None, None),
     ],
 )
 def test_the_cache_is_dropped_unless_requests_hold_it(flush, said):
-    assert _hooks._drop_cache(flush) == said
+    assert _hooks._drop_cache(flush) is said
 
 
 def test_register_imports_no_torch():

@@ -69,11 +69,11 @@ class Sglang(Server):
         self.call("/update_weights_from_disk", request)
 
     def patched(self) -> int:
-        return self.log.read_text().count("driftless: patched to ")
+        return self.log.read_text().count('driftless: {"patched":')
 
     def dropped(self) -> int:
         """Patches with which the cache went."""
-        return self.log.read_text().count(", cache dropped")
+        return self.log.read_text().count('"cache":"dropped"')
 
     def paused(self) -> int:
         return self.log.read_text().count("POST /pause_generation")

@@ -6,6 +6,7 @@ Servers are in ``test_vllm_server.py``.
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -151,8 +152,10 @@ class Host:
     def refuses(self, label: str, why: str) -> None:
         """The update is refused, and the model is what it was."""
         held = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        with pytest.raises(driftless_rl.EngineError, match=f"driftless: not patched to {label}: .*{why}"):
+        with pytest.raises(driftless_rl.EngineError) as raised:
             self.update(label)
+        said = json.loads(str(raised.value).removeprefix("driftless: "))
+        assert said["label"] == label and re.search(why, said["refused"])
         assert all(torch.equal(held[name], tensor) for name, tensor in self.model.state_dict().items())
 
     def holds(self, version: int) -> bool:

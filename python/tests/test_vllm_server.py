@@ -58,7 +58,7 @@ class Vllm(Server):
         self.call("/resume", {})
 
     def patched(self) -> int:
-        return self.log.read_text().count("driftless: patched to ")
+        return self.log.read_text().count('driftless: {"patched":')
 
 
 class Scene:

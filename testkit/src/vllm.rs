@@ -13,6 +13,7 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
+use driftless_bridge::live::{PatchRefused, PluginReply};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
@@ -314,8 +315,9 @@ fn transfer(
                     Err("CUDA error: an illegal memory access was encountered".into())
                 }
                 Some(Fault::Unprepared) => {
-                    let why = "EngineError: no delta from the live version to it is prepared here";
-                    Err(format!("driftless: not patched to {label}: {why}"))
+                    let refused =
+                        "EngineError: no delta from the live version to it is prepared here".to_owned();
+                    Err(PluginReply::Refused(PatchRefused { label: label.to_owned(), refused }).to_string())
                 }
                 _ => {
                     server.weights = Some(server.truths[label]);

@@ -52,7 +52,8 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    const ALL: [Self; 17] = [
+    /// All of them.
+    pub const ALL: [Self; 17] = [
         Self::Bool,
         Self::U8,
         Self::I8,

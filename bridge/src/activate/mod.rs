@@ -15,7 +15,6 @@ mod patch;
 pub(crate) mod pause;
 mod plugin;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,10 +30,11 @@ pub use self::plugin::PluginOptions;
 
 use self::pause::{Ask, Pause, partial, relabel};
 use self::plugin::Ranks;
-use crate::engine::{Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload};
+use crate::engine::{
+    Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check, check_tensors,
+};
 use crate::error::{Error, Result};
 use crate::kinds::connect;
-use crate::sglang::{check_tensors, checksums};
 
 /// Options of a [`DiskActivator`].
 #[derive(Debug, Clone, Setters)]
@@ -291,12 +291,12 @@ async fn transact(
     serving: Option<String>,
     plan: &Plan<'_>,
 ) -> Result<Duration> {
-    let sums = plan.sums()?;
+    let sums = plan.sums(engine)?;
     pause.begin(plan.pause);
     let outcome = match make_ready(engine, plan.pause, plan.label).await {
         Ok(()) => {
             pause.touched();
-            load(engine, plan, sums.as_ref()).await
+            load(engine, plan, &sums).await
         }
         failed => failed,
     };
@@ -334,19 +334,14 @@ async fn empty_and_fence(engine: &dyn Engine, mode: PauseMode, label: &str) -> R
     relabel(engine, &partial(label)).await
 }
 
-async fn load(engine: &dyn Engine, plan: &Plan<'_>, sums: Option<&Sums>) -> Result<()> {
+async fn load(engine: &dyn Engine, plan: &Plan<'_>, sums: &Sums) -> Result<()> {
     // The version's own label comes when its weights were looked at.
     let label = partial(plan.label);
     let Plan { directory, pause, identity, .. } = plan;
     engine.load(Reload { directory, label: &label, pause: *pause, identity }).await?;
-    if let Some(sums) = sums {
-        engine.check(identity, sums).await?;
-    }
+    check(engine, sums).await?;
     relabel(engine, plan.label).await
 }
-
-/// Checksums of an engine's tensors.
-type Sums = BTreeMap<String, String>;
 
 impl Plan<'_> {
     /// Waits until the checkpoint's files have the version, for a load or a comparison.
@@ -357,10 +352,8 @@ impl Plan<'_> {
         })
     }
 
-    /// Checksums that the engine must report afterwards, where they are comparable. All of the checkpoint is
-    /// read.
-    fn sums(&self) -> Result<Option<Sums>> {
-        let comparable = self.identity.checksums_comparable();
-        comparable.then(|| checksums(self.checkpoint, self.checkpoint.dir())).transpose()
+    /// What the engine has to report afterwards.
+    fn sums(&self, engine: &dyn Engine) -> Result<Sums> {
+        engine.sums(self.identity, self.checkpoint, self.checkpoint.dir())
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::pause::{Ask, Pause, partial, relabel};
 use super::{Plan, empty_and_fence, end, load};
-use crate::engine::{Engine, Patched, PauseMode, Reload};
+use crate::engine::{Engine, Patched, PauseMode, Reload, check};
 use crate::error::{Error, Result};
 
 /// Patches an engine while it generates, and returns how long it stood still; `None` if it could not be, and is as
@@ -87,7 +87,7 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
 
 /// Patches, and makes sure of the outcome: the engine then has the version's label with its weights.
 async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> {
-    let Plan { label, pause, identity, .. } = plan;
+    let Plan { label, pause, .. } = plan;
     let there = plan.checkpoint.is_written() == Some(true);
     match engine.patch(request(plan)).await? {
         Patched::Patched if !prove => Ok(()),
@@ -99,9 +99,7 @@ async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> 
                 engine.empty_cache(*pause).await?;
             }
             relabel(engine, &partial(label)).await?;
-            if let Some(sums) = plan.sums()? {
-                engine.check(identity, &sums).await?;
-            }
+            check(engine, &plan.sums(engine)?).await?;
             relabel(engine, label).await
         }
     }
@@ -111,5 +109,5 @@ async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> 
 async fn reload(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
     empty_and_fence(engine, plan.pause, plan.label).await?;
     plan.wait()?;
-    load(engine, plan, plan.sums()?.as_ref()).await
+    load(engine, plan, &plan.sums(engine)?).await
 }

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::activate::Limit;
 
-use crate::engine::{BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, Rid, SamplingParams};
+use crate::engine::{
+    BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, Rid, SamplingParams, expect_label,
+};
 use crate::error::{Error, Result};
-use crate::http::excerpt;
 
 /// How long ending an activation may take, however it went.
 const LAST_WORDS: Duration = Duration::from_secs(10);
@@ -182,16 +183,6 @@ pub(crate) fn left_paused(engine: &dyn Engine, first: Option<&Error>, source: Er
 pub(crate) async fn relabel(engine: &dyn Engine, label: &str) -> Result<()> {
     engine.set_label(label).await?;
     expect_label(engine, label).await
-}
-
-/// Refuses an engine that has another label.
-pub(crate) async fn expect_label(engine: &dyn Engine, label: &str) -> Result<()> {
-    let found = engine.label().await?;
-    if found.as_deref() == Some(label) {
-        return Ok(());
-    }
-    let (expected, found) = (label.into(), found.map_or("none".into(), |found| excerpt(found.as_bytes())));
-    Err(Error::LabelMismatch { engine: engine.url().into(), expected, found })
 }
 
 /// The label of an engine whose weights may be a mixture. It is no version's, so no request that asks for one

@@ -7,15 +7,16 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use derive_setters::Setters;
+use driftless_store::ContentDigest;
 use driftless_store::os::regular;
 use driftless_transport::activate::Limit;
-use driftless_transport::prepared::{self, offer_path, offered};
+use driftless_transport::prepared::{self, PreparedDelta, offer_path, offered};
 
 use super::Plan;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::live::Rank;
-use crate::live::rank::{RankFile, ServerFile, Told, server_path, started};
+use crate::live::rank::{FORMAT, RankFile, ServerFile, Told, server_path, started};
 
 /// Between two looks at what a rank says.
 const LOOK: Duration = Duration::from_millis(2);
@@ -48,8 +49,10 @@ impl PluginOptions {
 pub(super) enum Ranks {
     /// All have prepared the version.
     Ready,
-    /// There is no plugin at a rank, or it cannot patch.
+    /// There is no plugin at a rank.
     Without(String),
+    /// The plugin of a rank can patch nothing.
+    Unable(String),
     /// A rank has not prepared the version.
     Unprepared(String),
 }
@@ -66,7 +69,7 @@ pub(super) async fn ranks(
 ) -> Result<Ranks> {
     let said = all_ranks(engine, plan, options, limit).await;
     match &said {
-        Ranks::Without(why) if options.required => {
+        Ranks::Without(why) | Ranks::Unable(why) if options.required => {
             Err(Error::NoPlugin { engine: engine.url().into(), why: why.clone() })
         }
         Ranks::Ready => Ok(said),
@@ -74,7 +77,7 @@ pub(super) async fn ranks(
             tracing::debug!(engine = engine.url(), why, "has no plugin");
             Ok(said)
         }
-        Ranks::Unprepared(why) => {
+        Ranks::Unable(why) | Ranks::Unprepared(why) => {
             tracing::info!(engine = engine.url(), label = plan.label, why, "loads instead of being patched");
             Ok(said)
         }
@@ -94,20 +97,21 @@ async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions
         Err(error) => return Ranks::Unprepared(error.to_string()),
     };
     let name = offer.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut offer = Offered { path: offer, read: None };
     let until = Instant::now() + options.deadline.min(limit.left());
     for rank in 0..ranks {
         let path = Rank { port, number: rank, of: ranks }.path(&options.dir);
         loop {
-            let said = match read(&path, ranks) {
+            let said = match read(&path, rank, ranks) {
                 Ok(file) => file,
-                Err(why) => return Ranks::Without(format!("rank {rank}: {why}")),
+                Err(unusable) => return unusable,
             };
             match said.deltas.get(&name).filter(|told| told.target == plan.label) {
                 Some(Told { why_not: None, .. }) => break,
                 Some(Told { why_not: Some(why), .. }) => {
                     return Ranks::Unprepared(format!("rank {rank}: {why}"));
                 }
-                None if !matches!(offered(&offer), Ok(Some(_))) => {
+                None if !offer.leads_to(plan.label) => {
                     return Ranks::Unprepared("this version was not offered as a prepared delta".into());
                 }
                 None if Instant::now() >= until => {
@@ -119,6 +123,25 @@ async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions
         }
     }
     Ranks::Ready
+}
+
+/// The file in which the plan's version is offered.
+struct Offered {
+    path: PathBuf,
+    /// The delta that was in it, and the label it leads to, if it is one.
+    read: Option<(ContentDigest, Option<String>)>,
+}
+
+impl Offered {
+    /// Whether a delta to this label lies there. The header of each delta is read once.
+    fn leads_to(&mut self, label: &str) -> bool {
+        let Ok(Some(id)) = offered(&self.path) else { return false };
+        if self.read.as_ref().is_none_or(|(read, _)| *read != id) {
+            let delta = PreparedDelta::open(&self.path).ok().flatten();
+            self.read = Some((id, delta.map(|delta| delta.target().label.clone())));
+        }
+        matches!(&self.read, Some((_, Some(target))) if target == label)
+    }
 }
 
 /// Whether the process of the engine's HTTP server has the plugin too, which hands on patches without a pause.
@@ -133,19 +156,31 @@ fn port(engine: &dyn Engine) -> Option<u16> {
     reqwest::Url::parse(engine.url()).ok()?.port_or_known_default()
 }
 
-/// What a rank says, if the process that said it lives.
-fn read(path: &Path, ranks: u32) -> std::result::Result<RankFile, String> {
-    let bytes = regular::read(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-    let file: RankFile = serde_json::from_slice(&bytes)
-        .map_err(|error| format!("{} does not parse: {error}", path.display()))?;
+/// What a rank says, if the process that said it lives and can patch.
+fn read(path: &Path, rank: u32, ranks: u32) -> std::result::Result<RankFile, Ranks> {
+    let place = path.display();
+    let without = |why: String| Ranks::Without(format!("rank {rank}: {why}"));
+    let unable = |why: String| Err(Ranks::Unable(format!("rank {rank}: {why}")));
+    let bytes = regular::read(path).map_err(|error| without(format!("cannot read {place}: {error}")))?;
+    let file: RankFile = match serde_json::from_slice(&bytes) {
+        Ok(file) => file,
+        Err(error) => return unable(format!("{place} does not parse: {error}")),
+    };
     if started(file.pid) != Some(file.start) {
-        return Err(format!("{} is of process {}, which has ended", path.display(), file.pid));
+        return Err(without(format!("{place} is of process {}, which has ended", file.pid)));
+    }
+    if file.format != FORMAT {
+        return unable(format!(
+            "its plugin writes and replies in format {}, expected {FORMAT}: start the engine again with the driftless-rl \
+             of this follower's release",
+            file.format
+        ));
     }
     if let Some(why) = file.why_not {
-        return Err(format!("the plugin cannot patch this model: {why}"));
+        return unable(format!("the plugin cannot patch this model: {why}"));
     }
     if file.ranks != ranks {
-        return Err(format!("{} is of an engine of {} ranks, expected {ranks}", path.display(), file.ranks));
+        return unable(format!("{place} is of an engine of {} ranks, expected {ranks}", file.ranks));
     }
     Ok(file)
 }
@@ -163,10 +198,10 @@ mod tests {
             let pid = std::process::id();
             let deltas = r#"{"delta-1": {"target": "a:1", "why_not": null}}"#;
             let text = format!(
-                r#"{{"pid": {pid}, "start": {start}, "ranks": {ranks}, "why_not": {why}, "deltas": {deltas}}}"#
+                r#"{{"format": 2, "pid": {pid}, "start": {start}, "ranks": {ranks}, "why_not": {why}, "deltas": {deltas}}}"#
             );
             std::fs::write(&path, text).unwrap();
-            read(&path, 2)
+            read(&path, 0, 2)
         };
         assert_eq!(write(start, 2, "null").unwrap().deltas["delta-1"].target, "a:1");
         for (start, ranks, why, expected) in [
@@ -174,12 +209,14 @@ mod tests {
             (start, 1, "null", "1 ranks, expected 2"),
             (start, 2, "\"packed\"", "cannot patch this model: packed"),
         ] {
-            let error = write(start, ranks, why).unwrap_err();
-            assert!(error.contains(expected), "{error}");
+            let said = format!("{:?}", write(start, ranks, why).unwrap_err());
+            assert!(said.contains(expected), "{said}");
         }
         std::fs::write(&path, "{").unwrap();
-        assert!(read(&path, 2).unwrap_err().contains("does not parse"));
+        let said = read(&path, 0, 2).unwrap_err();
+        assert!(matches!(&said, Ranks::Unable(why) if why.contains("does not parse")), "{said:?}");
         std::fs::remove_file(&path).unwrap();
-        assert!(read(&path, 2).unwrap_err().contains("cannot read"));
+        let said = read(&path, 0, 2).unwrap_err();
+        assert!(matches!(&said, Ranks::Without(why) if why.contains("cannot read")), "{said:?}");
     }
 }

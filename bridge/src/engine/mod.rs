@@ -9,6 +9,8 @@ mod identity;
 mod label;
 pub(crate) mod model;
 mod options;
+mod sums;
+mod tensors;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,6 +19,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use driftless_transport::Snapshot;
 use driftless_transport::activate::Limit;
 
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
@@ -24,10 +27,14 @@ pub(crate) use generate::{Mismatch, log_probability};
 pub use identity::Identity;
 pub(crate) use identity::{Check, local};
 pub use label::Label;
-pub use model::{Expected, ModelConfig};
+pub use model::{Expected, ModelConfig, torch_name};
 pub use options::{ClientOptions, Deadlines};
+pub(crate) use sums::check;
+pub use sums::{LiveWeights, Sums};
+pub(crate) use tensors::check_tensors;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::http::excerpt;
 
 /// How often what an engine refuses for a moment is tried again, and how long apart. An engine answers a
 /// request slightly before it drops it, so the first flush after an abort may come too early.
@@ -53,9 +60,8 @@ pub trait Engine: fmt::Debug + Send + Sync {
 
     /// Asks the engine who it is and what it can do. Nothing changes there, and nothing is generated.
     ///
-    /// Fails with [`Error::Refused`](crate::Error::Refused) for another model or a set-up that cannot be
-    /// updated, by the engine's own names, and with [`Error::Config`](crate::Error::Config) when the config
-    /// under its model path is readable here but not as one.
+    /// Fails with [`Error::Refused`] for another model or a set-up that cannot be updated, by the engine's own names,
+    /// and with [`Error::Config`] when the config under its model path is readable here but not as one.
     fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity>;
 
     /// The label of its weights; one that nobody set is no [`Label`].
@@ -67,8 +73,8 @@ pub trait Engine: fmt::Debug + Send + Sync {
     /// Generates one sample. The reply is checked: one finite log-probability per token, of that token, under
     /// the distribution that it was drawn from.
     ///
-    /// Fails with [`Error::Request`](crate::Error::Request) for what this kind of engine cannot do, and
-    /// [`Error::Reply`](crate::Error::Reply) for a reply that does not hold.
+    /// Fails with [`Error::Request`] for what this kind of engine cannot do, and [`Error::Reply`] for a reply that does
+    /// not hold.
     fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation>;
 
     /// Aborts one request, never all. An id that the engine does not know is no error.
@@ -111,15 +117,33 @@ pub trait Engine: fmt::Debug + Send + Sync {
         Box::pin(async { Ok(None) })
     }
 
-    /// Compares the weights it holds with [`checksums`](crate::sglang::checksums()) of a checkpoint, where that is
-    /// possible.
+    /// What the engine has to report of its weights once it holds a snapshot, which has to be of the model that it
+    /// said it is. All of the snapshot is read; `place` names it in errors.
     ///
-    /// Fails with [`Error::LiveWeights`](crate::Error::LiveWeights) when they differ.
-    fn check<'a>(
-        &'a self,
-        identity: &'a Identity,
-        expected: &'a BTreeMap<String, String>,
-    ) -> Answer<'a, LiveWeights>;
+    /// Fails as [`Expected::from_snapshot`], with [`Error::Checkpoint`] for other tensors, and with [`Error::Open`] for
+    /// bytes that cannot be read.
+    fn sums(&self, identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
+        let _ = (identity, snapshot, place);
+        Ok(Sums::Unknown { reason: format!("the checksums of {} are not known here", self.kind()) })
+    }
+
+    /// What the engine reports of its weights, in the form of [`Sums::Known`].
+    fn live_sums(&self) -> Answer<'_, BTreeMap<String, String>> {
+        Box::pin(async { Ok(BTreeMap::new()) })
+    }
+}
+
+/// Refuses an engine that has another label.
+///
+/// # Errors
+/// [`Error::LabelMismatch`]; the call's own failures.
+pub(crate) async fn expect_label(engine: &dyn Engine, label: &str) -> Result<()> {
+    let found = engine.label().await?;
+    if found.as_deref() == Some(label) {
+        return Ok(());
+    }
+    let (expected, found) = (label.into(), found.map_or("none".into(), |found| excerpt(found.as_bytes())));
+    Err(Error::LabelMismatch { engine: engine.url().into(), expected, found })
 }
 
 /// What a load needs to know.
@@ -161,18 +185,6 @@ pub enum PauseMode {
     InPlace,
 }
 
-/// What a look at an engine's live weights showed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LiveWeights {
-    /// Every tensor's checksum equals the checkpoint's.
-    Equal,
-    /// This engine's checksums cannot be computed here.
-    Unchecked {
-        /// Why: more than one rank, or not on the CPU.
-        reason: String,
-    },
-}
-
 /// An engine that fits: the right model, in a set-up that can be updated.
 #[derive(Debug, Clone)]
 pub struct Attached {
@@ -206,12 +218,19 @@ impl Attached {
         &self.identity
     }
 
-    /// Compares the weights the engine holds with [`checksums`](crate::sglang::checksums()) of a checkpoint, where
-    /// that is possible.
+    /// What the engine has to report of its weights once it holds a snapshot.
     ///
     /// # Errors
-    /// As [`Engine::check`].
-    pub async fn check_live(&self, expected: &BTreeMap<String, String>) -> Result<LiveWeights> {
-        self.engine.check(&self.identity, expected).await
+    /// As [`Engine::sums`].
+    pub fn sums(&self, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
+        self.engine.sums(&self.identity, snapshot, place)
+    }
+
+    /// Compares the weights that the engine holds with [`Attached::sums`], where those are known.
+    ///
+    /// # Errors
+    /// [`Error::LiveWeights`] when they differ; the call's own failures.
+    pub async fn check_live(&self, expected: &Sums) -> Result<LiveWeights> {
+        check(&*self.engine, expected).await
     }
 }

@@ -354,8 +354,8 @@ pub(crate) fn torch_dtype(name: &str) -> Option<Dtype> {
     }
 }
 
-/// torch's name of a dtype, for the bodies of weight updates.
-pub(crate) fn torch_name(dtype: Dtype) -> &'static str {
+/// torch's name of a dtype, as numpy and `ml_dtypes` have it too.
+pub fn torch_name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Bool => "bool",
         Dtype::U8 => "uint8",
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn fp8_parameters_have_scales_and_what_is_no_matrix_of_a_layer_stays() {
+    fn fp8_matrices_of_layers_have_scales_and_others_stay() {
         let fp8 = |config: &str| {
             QWEN3.replace("\"torch_dtype\"", &format!("\"quantization_config\":{config},\"torch_dtype\""))
         };

@@ -215,7 +215,7 @@ impl Fleet {
                 return Ok(laggards);
             }
             if over {
-                return Err(Error::Behind { label: label.clone(), after: deadline, laggards });
+                return Err(Error::Behind { label: label.to_string(), after: deadline, laggards });
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }

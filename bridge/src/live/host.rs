@@ -10,7 +10,7 @@ use driftless_transport::prepared::{PreparedArrays, PreparedDelta};
 use super::layout::Layout;
 use super::memory::{Found, Memory};
 use super::part::{BLOCK_CHANGES, ONE_IN, Part, Parts};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// More threads than this only wait for memory.
 const THREADS_MAX: u64 = 16;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Dimensions of a view, once those that follow each other without a gap are one.
 pub(super) const DIMS_MAX: usize = 4;

@@ -3,7 +3,7 @@
 use driftless_transport::prepared::PreparedDelta;
 
 use super::layout::Layout;
-use crate::Result;
+use crate::error::Result;
 
 /// The memory that weights lie in, and what is prepared for them.
 ///

@@ -8,7 +8,8 @@
 //! | `layout` | says where the elements of a checkpoint's tensors lie |
 //! | `part` | brings a delta into the form that threads and kernels carry out |
 //! | `memory`, `host`, `device/` | compare and write weights in the memory of the host or of a CUDA device |
-//! | `rank` | tells followers what a rank can do, and what it did |
+//! | `rank` | tells followers what a rank can do, and which deltas it has readied |
+//! | `reply` | is what a plugin answers to a call for a patch |
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -17,6 +18,7 @@ mod layout;
 mod memory;
 mod part;
 pub(crate) mod rank;
+mod reply;
 #[cfg(test)]
 mod tests;
 
@@ -28,15 +30,17 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_store::ContentDigest;
+use driftless_transport::Dtype;
 use driftless_transport::prepared::{self, PreparedDelta};
 
 pub use layout::{Layout, LiveCopy, LiveTensor, Strides};
-pub use rank::{Rank, announce_server};
+pub use rank::{PLUGIN_DIR, Rank, announce_server, plugin_dir};
+pub use reply::{Cache, PatchDone, PatchRefused, PluginReply};
 
 use self::host::Host;
 use self::memory::{Found, Memory};
 use self::rank::{RankFile, Told};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Between two looks for deltas.
 const LOOK: Duration = Duration::from_millis(5);
@@ -85,15 +89,37 @@ pub enum Vote {
     Patches,
 }
 
-/// What a patch did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a patch did at a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LivePatch {
+    /// Label of the version whose weights the rank has now.
+    pub label: String,
     /// Elements that it changed, counted once for each copy of a tensor that this rank may hold.
     pub changes: u64,
     /// How long they took to write.
     pub wrote: Duration,
     /// How long the delta took to ready, while the engine generated.
     pub prepared: Duration,
+}
+
+impl LivePatch {
+    /// The answer to the call for the patch, for which the engine's thread stood still for so long.
+    pub fn reply(&self, stood_still: Duration, cache: Option<Cache>) -> PluginReply {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        PluginReply::Done(PatchDone {
+            label: self.label.clone(),
+            elements: self.changes,
+            prepared_us: micros(self.prepared),
+            wrote_us: micros(self.wrote),
+            stood_still_us: micros(stood_still),
+            cache,
+        })
+    }
+}
+
+/// Whether weights of this dtype are patched: a float that engines keep as the checkpoint has it.
+pub fn is_patched(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::F8E4M3 | Dtype::F8E5M2)
 }
 
 impl LiveModel {
@@ -128,6 +154,7 @@ impl LiveModel {
     fn new(dir: &Path, rank: Rank, layout: Layout, memory: Box<dyn Memory>) -> Result<Self> {
         let told = RankFile::of(rank);
         told.write(rank, dir)?;
+        rank::clear(dir);
         let state = State { layout, memory, label: None, manifest: None, ready: None };
         let (state, told) = (Mutex::new(state), Mutex::new(told));
         let shared = Arc::new(Shared { dir: dir.into(), rank, state, told });
@@ -206,8 +233,9 @@ impl Shared {
             return Err(another_rank("written"));
         }
         let target = ready.delta.target();
-        (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
-        Ok(Some(LivePatch { changes: ready.changes, wrote, prepared: ready.took }))
+        let label = target.label.clone();
+        (state.label, state.manifest) = (Some(label.clone()), Some(target.manifest));
+        Ok(Some(LivePatch { label, changes: ready.changes, wrote, prepared: ready.took }))
     }
 
     /// The delta to a version, taken, if it is ready.
@@ -226,13 +254,13 @@ impl Shared {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells what became of deltas, of those whose files are there, if that is news.
+    /// Tells what became of deltas, of those whose files are there, if that is news or the rank's file was removed.
     fn tell(&self, names: &BTreeSet<String>, news: BTreeMap<String, Told>) {
         let mut told = self.told();
         let known = told.deltas.clone();
         told.deltas.retain(|name, _| names.contains(name));
         told.deltas.extend(news);
-        if told.deltas != known {
+        if told.deltas != known || !self.rank.path(&self.dir).exists() {
             // A rank that cannot tell is waited for, up to a deadline.
             let _ = told.write(self.rank, &self.dir);
         }

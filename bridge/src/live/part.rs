@@ -4,7 +4,7 @@ use driftless_transport::prepared::PreparedTensor;
 use driftless_transport::snapshot::TensorInfo;
 
 use super::layout::{DIMS_MAX, Layout};
-use crate::Result;
+use crate::error::Result;
 
 /// Changes that are looked at together, by a block of the kernel or a turn of a thread: `CHANGES` of
 /// `patch.cu`.

@@ -1,15 +1,30 @@
 //! The files in which the processes of an engine tell followers what they can do, and what a rank did with each delta.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
+use driftless_store::os::regular;
 use driftless_transport::prepared;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
+
+/// The variable that names another directory of plugins than [`plugin_dir`]'s own.
+pub const PLUGIN_DIR: &str = "DRIFTLESS_PLUGIN_DIR";
+
+/// The format of a rank's file and of a plugin's replies. Plugins of format 1 write no number, and reply in sentences.
+pub(crate) const FORMAT: u32 = 2;
+
+/// The directory where plugins and followers of this user meet: `set`, the value of [`PLUGIN_DIR`], or one in shared
+/// memory for each user.
+pub fn plugin_dir(set: Option<OsString>) -> PathBuf {
+    let own = || format!("/dev/shm/driftless-{}", rustix::process::geteuid().as_raw()).into();
+    set.filter(|dir| !dir.is_empty()).map_or_else(own, PathBuf::from)
+}
 
 /// A rank of the engine that listens on `port`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +40,9 @@ pub struct Rank {
 /// The content of a rank's file: `docs/format/prepared.md`. It tells nothing once its process has ended.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct RankFile {
+    /// [`FORMAT`], of plugins that say it.
+    #[serde(default = "first_format")]
+    pub(crate) format: u32,
     pub(crate) pid: u32,
     /// When the process began, in the kernel's clock ticks.
     pub(crate) start: u64,
@@ -33,6 +51,10 @@ pub(crate) struct RankFile {
     pub(crate) why_not: Option<String>,
     /// By the name of the prepared delta's file, what became of it.
     pub(crate) deltas: BTreeMap<String, Told>,
+}
+
+fn first_format() -> u32 {
+    1
 }
 
 /// What became of a prepared delta.
@@ -67,6 +89,7 @@ impl RankFile {
     pub(super) fn of(rank: Rank) -> Self {
         let pid = std::process::id();
         Self {
+            format: FORMAT,
             pid,
             start: started(pid).unwrap_or_default(),
             ranks: rank.of,
@@ -87,6 +110,23 @@ pub(crate) struct ServerFile {
     pub(crate) pid: u32,
     /// As a [`RankFile`]'s.
     pub(crate) start: u64,
+}
+
+/// Removes the files of processes that have ended, whichever plugin wrote them: followers offer deltas as long as a rank's
+/// file lies there.
+pub(super) fn clear(dir: &Path) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if !name.ends_with(".json") || !(name.starts_with("rank-") || name.starts_with("server-")) {
+            continue;
+        }
+        let file =
+            regular::read(&path).ok().and_then(|text| serde_json::from_slice::<ServerFile>(&text).ok());
+        if file.is_some_and(|file| started(file.pid) != Some(file.start)) {
+            let _ = fs::remove_file(&path);
+        }
+    }
 }
 
 /// Where the file of the server that listens on `port` lies in the plugins' directory `dir`.

@@ -379,11 +379,12 @@ fn version(number: u64) -> PreparedVersion {
 /// Writes a delta as docs/format/prepared.md says.
 fn write(
     path: &Path,
-    (base, old): (u64, &[Vec<u8>]),
-    (target, new): (u64, &[Vec<u8>]),
+    from: (u64, &[Vec<u8>]),
+    to: (u64, &[Vec<u8>]),
     first: bool,
     spoil: impl FnOnce(&mut Vec<u8>),
 ) {
+    let ((base, old), (target, new)) = (from, to);
     let mut bytes = vec![0; 64];
     let mut tensors = Vec::new();
     for (index, (name, dtype, shape)) in TENSORS.iter().enumerate() {
@@ -428,12 +429,12 @@ fn each_delta_leads_to_the_weights_that_a_load_gives() {
 }
 
 #[test]
-fn what_is_not_the_base_or_not_whole_is_refused_and_changes_nothing() {
+fn delta_of_another_base_or_torn_is_refused_and_changes_nothing() {
     host().assert_refusals();
 }
 
 #[test]
-fn what_is_not_compared_while_the_engine_generates_is_compared_before_it_stays() {
+fn blocks_not_compared_when_readied_are_compared_at_the_write() {
     host().assert_all_is_compared();
 }
 
@@ -504,14 +505,11 @@ fn layouts_that_do_not_tell_where_an_element_lies_are_refused() {
     assert!(try_copy(&[4, 6], whole, whole, Dtype::F16).unwrap_err().to_string().contains("F16"));
 }
 
-#[test]
-fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
-    let dir = tempfile::tempdir().unwrap();
+/// A model of a rank without storage, which serves version 3 and is offered version 4 as `delta-1`.
+fn offered_model(plugins: &Path, rank: Rank) -> LiveModel {
     // SAFETY: there is no storage.
     let layout = unsafe { Layout::new(infos(), Vec::new(), Vec::new()) }.unwrap();
-    let rank = Rank { port: 7, number: 1, of: 2 };
-    let plugins = dir.path().join("plugins");
-    let model = LiveModel::in_host_memory(&plugins, rank, layout).unwrap();
+    let model = LiveModel::in_host_memory(plugins, rank, layout).unwrap();
     model.loaded(Some(&format!("{}?partial", label(3))));
     let bytes = |n: u8| {
         TENSORS
@@ -520,21 +518,65 @@ fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
             .collect::<Vec<_>>()
     };
     write(&plugins.join("delta-1"), (3, &bytes(1)), (4, &bytes(2)), false, |_| {});
-    let read = || serde_json::from_slice::<RankFile>(&fs::read(rank.path(&plugins)).unwrap()).unwrap();
-    while read().deltas.is_empty() {
+    model
+}
+
+/// What a rank says once it has said something of a delta.
+fn told(rank: Rank, plugins: &Path) -> RankFile {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        let text = fs::read(rank.path(plugins)).unwrap_or_default();
+        match serde_json::from_slice::<RankFile>(&text) {
+            Ok(file) if !file.deltas.is_empty() => return file,
+            said => assert!(Instant::now() < end, "{said:?}"),
+        }
         thread::yield_now();
     }
-    assert_eq!(read().deltas["delta-1"], Told { target: label(4), why_not: None });
-    assert_eq!(
-        (read().ranks, read().pid, read().start),
-        (2, std::process::id(), rank::started(std::process::id()).unwrap())
-    );
+}
+
+#[test]
+fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plugins, rank) = (dir.path().join("plugins"), Rank { port: 7, number: 1, of: 2 });
+    let model = offered_model(&plugins, rank);
+    let file = told(rank, &plugins);
+    assert_eq!(file.deltas["delta-1"], Told { target: label(4), why_not: None });
+    let process = (std::process::id(), rank::started(std::process::id()).unwrap());
+    assert_eq!((file.format, file.ranks, (file.pid, file.start)), (rank::FORMAT, 2, process));
     assert!(model.patch(&label(4), |vote| vote).unwrap().is_some());
     let weak = Arc::downgrade(&model.shared);
     drop(model);
     while weak.upgrade().is_some() {
         thread::yield_now();
     }
+}
+
+#[test]
+fn rank_file_that_is_removed_is_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plugins, rank) = (dir.path().join("plugins"), Rank { port: 7, number: 0, of: 1 });
+    let model = offered_model(&plugins, rank);
+    let file = told(rank, &plugins);
+    fs::remove_file(rank.path(&plugins)).unwrap();
+    assert_eq!(told(rank, &plugins).deltas, file.deltas);
+    drop(model);
+}
+
+#[test]
+fn files_of_ended_processes_are_removed_at_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plugins, rank) = (dir.path().join("plugins"), Rank { port: 7, number: 0, of: 1 });
+    rank.refuse(&plugins, "it ends").unwrap();
+    let (pid, start) = (std::process::id(), rank::started(std::process::id()).unwrap());
+    let names = ["rank-8-0.json", "server-8.json", "rank-9-0.json", "note.json", "rank-10-0.json"];
+    for (name, start) in names.into_iter().zip([start + 1, start + 1, start, start + 1, start + 1]) {
+        // Those of format 1 had no more in common.
+        let text =
+            if name == names[4] { "{".to_owned() } else { json!({"pid": pid, "start": start}).to_string() };
+        fs::write(plugins.join(name), text).unwrap();
+    }
+    let _model = offered_model(&plugins, rank);
+    assert_eq!(names.map(|name| plugins.join(name).exists()), [false, false, true, true, true]);
 }
 
 #[test]

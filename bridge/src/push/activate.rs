@@ -5,7 +5,6 @@
 //! paused and fenced until one succeeds. Where engines give memory back for as long as it takes
 //! ([`PushOptions::release`]), they have it again before they carry the version's label.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,10 +19,12 @@ use super::occupation::{self, Occupation, in_doubt};
 use super::{Member, Push};
 use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
-use crate::engine::{Check, ClientOptions, Engine as _, Expected, Identity, Label, PauseMode};
+use crate::engine::{
+    Check, ClientOptions, Engine as _, Expected, Identity, Label, PauseMode, Sums, check, check_tensors,
+};
 use crate::error::{Error, Result};
 use crate::kinds::connect_sglang;
-use crate::sglang::{Client, MemoryTag, check_tensors, checksums};
+use crate::sglang::{Client, MemoryTag};
 
 /// Options of a [`PushActivator`].
 #[derive(Debug, Clone, Setters)]
@@ -73,8 +74,8 @@ struct Plan {
     identity: Identity,
     /// Label of the weights that it has now, if they are known.
     serving: Option<String>,
-    /// Checksums it must report afterwards, where they are comparable.
-    sums: Option<BTreeMap<String, String>>,
+    /// What it has to report afterwards.
+    sums: Sums,
     /// Whether it is the process of the last activation.
     same: bool,
     /// What it gives back meanwhile.
@@ -179,8 +180,7 @@ impl<P: Push> PushActivator<P> {
                 self.push.admit(client.url(), server)?;
             }
             check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
-            let comparable = identity.checksums_comparable();
-            let sums = comparable.then(|| checksums(checkpoint, place)).transpose()?;
+            let sums = client.sums(&identity, checkpoint, place)?;
             let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
             let (client, same) = (client.clone(), server.is_none());
             plans.push(Plan { client, identity, serving: label, sums, same, release, released });
@@ -203,9 +203,7 @@ impl<P: Push> PushActivator<P> {
         self.wait(async {
             for plan in plans {
                 take_back(&plan.client, target.label).await?;
-                if let Some(sums) = &plan.sums {
-                    plan.client.check(&plan.identity, sums).await?;
-                }
+                check(&plan.client, &plan.sums).await?;
             }
             for plan in plans {
                 relabel(&plan.client, target.label).await?;

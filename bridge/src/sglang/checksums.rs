@@ -4,11 +4,11 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use driftless_transport::{Dtype, Snapshot};
+use driftless_transport::Snapshot;
 use sha2::{Digest, Sha256};
 
-use crate::engine::Expected;
-use crate::engine::model::{ModelConfig, Parameter, hex};
+use crate::engine::model::hex;
+use crate::engine::{Expected, ModelConfig, check_tensors};
 use crate::error::{Error, Result};
 
 /// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this
@@ -63,47 +63,13 @@ pub fn checksums_of<'a, E>(
     Ok(out)
 }
 
-/// Refuses a snapshot whose tensors are not exactly those of `config`, of `dtype` but for what is quantised. A tied
-/// output matrix may be there: engines skip it.
-pub(crate) fn check_tensors(
-    snapshot: &dyn Snapshot,
-    place: &Path,
-    config: &ModelConfig,
-    dtype: Dtype,
-) -> Result<()> {
-    let fail = |tensor: &str, expected: String, found: String| {
-        Err(Error::Checkpoint { path: place.into(), tensor: tensor.into(), expected, found })
-    };
-    let of = |parameter: Parameter| {
-        let dtype = parameter.dtype.unwrap_or(dtype);
-        parameter.parts.into_iter().map(move |(name, shape)| (name, (dtype, shape)))
-    };
-    let mut wanted: BTreeMap<String, (Dtype, Vec<u64>)> =
-        config.parameters().into_iter().flat_map(of).collect();
-    if config.tied && snapshot.tensors().iter().any(|info| info.name == "lm_head.weight") {
-        wanted.insert("lm_head.weight".into(), (dtype, vec![config.vocabulary, config.hidden_size]));
-    }
-    for info in snapshot.tensors() {
-        let found = format!("{} {:?}", info.dtype.name(), info.shape);
-        match wanted.remove(&info.name) {
-            None => return fail(&info.name, "absent".into(), found),
-            Some((dtype, shape)) if shape != info.shape || dtype != info.dtype => {
-                return fail(&info.name, format!("{} {shape:?}", dtype.name()), found);
-            }
-            Some(_) => {}
-        }
-    }
-    match wanted.pop_first() {
-        Some((name, (dtype, shape))) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
-        None => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use driftless_transport::Dtype;
     use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
     use super::*;
+    use crate::engine::model::Parameter;
 
     /// A snapshot of zeros with this config's tensors, to which tests then do harm.
     struct Zeros {

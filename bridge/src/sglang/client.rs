@@ -8,11 +8,13 @@ use serde_json::{Value, json};
 
 use super::generate::{self, RawGeneration};
 use super::wire::{
-    ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate, pause_word,
+    ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, PluginUpdated, Status, TensorUpdate,
+    pause_word,
 };
 use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
+use crate::live::PluginReply;
 use crate::sglang::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo};
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later;
@@ -165,18 +167,33 @@ impl Client {
     /// [`Error::Status`] 400 with the engine's message when the weights did not change; as
     /// [`Client::model_info`].
     pub async fn update_weights_from_disk(&self, update: &DiskUpdate) -> Result<DiskUpdated> {
-        self.told_update_from_disk(update).await.map(|(updated, _)| updated)
-    }
-
-    /// [`Client::update_weights_from_disk`], with the engine's message of an update that is done.
-    pub(crate) async fn told_update_from_disk(&self, update: &DiskUpdate) -> Result<(DiskUpdated, String)> {
         let body = update_body(update);
         let call = self.post("/update_weights_from_disk", Level::Control, &body, self.deadlines.load);
         let reply = self.connection.send(call).await?;
-        match self.outcome(call, &reply) {
-            Ok(message) => Ok((DiskUpdated::Done, message)),
+        self.updated(call, &reply)
+    }
+
+    /// [`Client::update_weights_from_disk`] of an engine whose plugin may carry it out, or refuse it, instead.
+    pub(crate) async fn update_by_plugin(&self, update: &DiskUpdate) -> Result<PluginUpdated> {
+        let body = update_body(update);
+        let call = self.post("/update_weights_from_disk", Level::Control, &body, self.deadlines.load);
+        let reply = self.connection.send(call).await?;
+        let message = serde_json::from_slice(&reply.body)
+            .map_or_else(|_| String::new(), |Outcome { message, .. }| message);
+        match (reply.status, PluginReply::find(&message)) {
+            (200, Some((PluginReply::Done(done), behind))) => {
+                Ok(PluginUpdated::Done { done, behind: behind.to_owned() })
+            }
+            (400, Some((PluginReply::Refused(refused), _))) => Ok(PluginUpdated::Refused(refused)),
+            _ => self.updated(call, &reply).map(PluginUpdated::Engine),
+        }
+    }
+
+    fn updated(&self, call: Call<'_>, reply: &Reply) -> Result<DiskUpdated> {
+        match self.outcome(call, reply) {
+            Ok(()) => Ok(DiskUpdated::Done),
             Err(Error::Status { status: 400, body, .. }) if body.contains(UNFLUSHED) => {
-                Ok((DiskUpdated::Unflushed, body))
+                Ok(DiskUpdated::Unflushed)
             }
             Err(error) => Err(error),
         }
@@ -350,17 +367,17 @@ impl Client {
     async fn succeeds(&self, path: &str, body: &Value, deadline: Duration) -> Result<()> {
         let call = self.post(path, Level::Control, body, deadline);
         let reply = self.connection.send(call).await?;
-        self.outcome(call, &reply).map(drop)
+        self.outcome(call, &reply)
     }
 
-    /// Reads the message of a `{success, message}` reply; SGLang sends it with 200 and with 400.
-    fn outcome(&self, call: Call<'_>, reply: &Reply) -> Result<String> {
+    /// Reads a `{success, message}` reply; SGLang sends it with 200 and with 400.
+    fn outcome(&self, call: Call<'_>, reply: &Reply) -> Result<()> {
         if reply.status != 200 {
             return Err(self.connection.status_error(call, reply));
         }
         let outcome: Outcome = self.connection.decode(call, &reply.body)?;
         if outcome.success {
-            return Ok(outcome.message);
+            return Ok(());
         }
         Err(self.connection.malformed(
             call,

@@ -1,28 +1,22 @@
 //! SGLang as an [`Engine`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use driftless_transport::Snapshot;
 use driftless_transport::activate::Limit;
 
-use super::{Capabilities, Client, DiskUpdate, DiskUpdated, identity};
-use crate::activate::pause::expect_label;
+use super::wire::PluginUpdated;
+use super::{Capabilities, Client, DiskUpdate, DiskUpdated, checksums, identity};
 use crate::engine::{
-    Answer, BETWEEN_TRIES, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched,
-    PauseMode, Reload, Rid, TRIES, local,
+    Answer, BETWEEN_TRIES, Engine, Expected, GenerateRequest, Generation, Identity, Patched, PauseMode,
+    Reload, Rid, Sums, TRIES, expect_label, local,
 };
 use crate::error::{Error, Result};
-
-/// How our plugin's answer begins.
-const PATCHED: &str = "driftless: patched to ";
-/// What it says of the cache, where it could ask for it to be dropped.
-const CACHE: [&str; 2] = [", cache dropped", ", cache kept"];
-/// What follows the milliseconds for which the engine stood still.
-const IN_ALL: &str = " ms in all";
-/// How it begins when it could not write.
-const NOT_PATCHED: &str = "driftless: not patched to ";
+use crate::http::excerpt;
+use crate::live::PatchDone;
 
 impl Engine for Client {
     fn kind(&self) -> &'static str {
@@ -89,12 +83,12 @@ impl Engine for Client {
         Box::pin(patch_running(self, load))
     }
 
-    fn check<'a>(
-        &'a self,
-        identity: &'a Identity,
-        expected: &'a BTreeMap<String, String>,
-    ) -> Answer<'a, LiveWeights> {
-        Box::pin(check(self, identity, expected))
+    fn sums(&self, identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
+        sums(identity, snapshot, place)
+    }
+
+    fn live_sums(&self) -> Answer<'_, BTreeMap<String, String>> {
+        Box::pin(live_sums(self))
     }
 }
 
@@ -125,31 +119,37 @@ async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
 
 /// One call for weights, cache and label.
 async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
-    match client.told_update_from_disk(&patch_update(load, false)).await {
-        Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => {
-            patched(client, load, &message).await.map(|()| Patched::Patched)
+    match client.update_by_plugin(&patch_update(load, false)).await? {
+        PluginUpdated::Done { done, behind } => {
+            patched(client, load, &done, &behind).await.map(|()| Patched::Patched)
         }
-        Ok((DiskUpdated::Done, _)) => Ok(Patched::Loaded),
+        PluginUpdated::Refused(refused) => {
+            refused.log(client.url());
+            Ok(Patched::Untouched)
+        }
+        PluginUpdated::Engine(DiskUpdated::Done) => Ok(Patched::Loaded),
         // The label is owed as well.
-        Ok((DiskUpdated::Unflushed, _)) => empty_cache(client, load.pause).await.map(|()| Patched::Loaded),
-        Err(error) => untouched(client, error).map(|()| Patched::Untouched),
+        PluginUpdated::Engine(DiskUpdated::Unflushed) => {
+            empty_cache(client, load.pause).await.map(|()| Patched::Loaded)
+        }
     }
 }
 
 async fn patch_running(client: &Client, load: Reload<'_>) -> Result<Option<Duration>> {
-    let began = Instant::now();
-    match client.told_update_from_disk(&patch_update(load, true)).await {
-        Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => {
-            patched(client, load, &message).await?;
-            Ok(Some(stood_still(&message).unwrap_or_else(|| began.elapsed())))
+    match client.update_by_plugin(&patch_update(load, true)).await? {
+        PluginUpdated::Done { done, behind } => {
+            patched(client, load, &done, &behind).await.map(|()| Some(done.stood_still()))
         }
-        Ok((_, found)) => Err(Error::Refused {
+        PluginUpdated::Refused(refused) => {
+            refused.log(client.url());
+            Ok(None)
+        }
+        PluginUpdated::Engine(updated) => Err(Error::Refused {
             engine: client.url().into(),
             what: "the reply to a call for a patch without a pause".into(),
-            expected: format!("{PATCHED}{}", load.label),
-            found,
+            expected: format!("one of its plugin about {}", load.label),
+            found: format!("{updated:?}, without one"),
         }),
-        Err(error) => untouched(client, error).map(|()| None),
     }
 }
 
@@ -163,35 +163,22 @@ fn patch_update(load: Reload<'_>, only_patch: bool) -> DiskUpdate {
     }
 }
 
-/// What is left to do for a patch whose reply was `message`.
-async fn patched(client: &Client, load: Reload<'_>, message: &str) -> Result<()> {
+/// What is left to do behind a patch, of which the engine says `behind` too.
+async fn patched(client: &Client, load: Reload<'_>, done: &PatchDone, behind: &str) -> Result<()> {
+    let label = load.label;
+    if done.label != label {
+        let (engine, expected, found) = (client.url().into(), label.into(), excerpt(done.label.as_bytes()));
+        return Err(Error::LabelMismatch { engine, expected, found });
+    }
     // What answers is what tells the label: it need not be asked again.
-    if !message.ends_with(&format!("Weight version updated to {}.", load.label)) {
-        expect_label(client, load.label).await?;
+    if !behind.ends_with(&format!("Weight version updated to {label}.")) {
+        expect_label(client, label).await?;
     }
     // Requests that stay may keep the cache. A call that is refused for it would end some releases.
-    if load.pause == PauseMode::InPlace && !CACHE.iter().any(|said| message.contains(said)) {
+    if load.pause == PauseMode::InPlace && done.cache.is_none() {
         empty_cache(client, load.pause).await?;
     }
     Ok(())
-}
-
-/// Refuses every failure but the plugin's, after which the engine loads.
-fn untouched(client: &Client, error: Error) -> Result<()> {
-    match error {
-        Error::Status { status: 400, body, .. } if body.contains(NOT_PATCHED) => {
-            tracing::warn!(engine = client.url(), reply = body, "loads instead of being patched");
-            Ok(())
-        }
-        error => Err(error),
-    }
-}
-
-/// How long the engine stood still, as its first rank says.
-fn stood_still(message: &str) -> Option<Duration> {
-    let (before, _) = message.split_once(IN_ALL)?;
-    let (_, ms) = before.rsplit_once(", ")?;
-    Duration::try_from_secs_f64(ms.parse::<f64>().ok()? / 1e3).ok()
 }
 
 /// Releases without this call count as idle.
@@ -221,77 +208,19 @@ async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
     Err(Error::Refused { engine: client.url().into(), what: "flush_cache".into(), expected, found })
 }
 
-async fn check(
-    client: &Client,
-    identity: &Identity,
-    expected: &BTreeMap<String, String>,
-) -> Result<LiveWeights> {
-    if !identity.checksums_comparable() {
-        let (tp, device) = (identity.tp, identity.device.as_deref().unwrap_or("an unknown device"));
-        let quantized = if identity.quantized { ", quantised" } else { "" };
-        let reason = format!(
-            "checksums are known for one rank on the CPU that is not quantised, found {tp} on {device}{quantized}"
-        );
-        return Ok(LiveWeights::Unchecked { reason });
+fn sums(identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
+    if identity.checksums_comparable() {
+        return checksums(snapshot, place).map(Sums::Known);
     }
+    let (tp, device) = (identity.tp, identity.device.as_deref().unwrap_or("an unknown device"));
+    let quantized = if identity.quantized { ", quantised" } else { "" };
+    let reason = format!(
+        "checksums are known for one rank on the CPU that is not quantised, found {tp} on {device}{quantized}"
+    );
+    Ok(Sums::Unknown { reason })
+}
+
+async fn live_sums(client: &Client) -> Result<BTreeMap<String, String>> {
     let ranks = client.checksums().await?;
-    let empty = BTreeMap::new();
-    let found = ranks.first().map_or(&empty, |rank| &rank.checksums);
-    match difference(expected, found) {
-        None => Ok(LiveWeights::Equal),
-        Some((count, tensor, expected, found)) => {
-            Err(Error::LiveWeights { engine: client.url().into(), count, tensor, expected, found })
-        }
-    }
-}
-
-/// How many entries differ, and the first of them: name, expected, found.
-fn difference(
-    expected: &BTreeMap<String, String>,
-    found: &BTreeMap<String, String>,
-) -> Option<(usize, String, String, String)> {
-    let show = |sum: Option<&String>| sum.map_or_else(|| "none".to_owned(), Clone::clone);
-    let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
-    let mut differing = names.into_iter().filter(|name| expected.get(*name) != found.get(*name));
-    let first = differing.next()?;
-    Some((1 + differing.count(), first.clone(), show(expected.get(first)), show(found.get(first))))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn stood_still_is_the_first_time_that_a_reply_tells() {
-        let tells = |rest: &str| stood_still(&format!("{PATCHED}it{rest}. Weight version updated to it."));
-        assert_eq!(tells(", cache dropped, 16.250 ms in all"), Some(Duration::from_micros(16_250)));
-        assert_eq!(
-            tells(", 1 ms in all | driftless: patched to it, 2 ms in all"),
-            Some(Duration::from_millis(1))
-        );
-        for without in [
-            "",
-            ", 16.250 ms",
-            " ms in all",
-            ",  ms in all",
-            ", -1 ms in all",
-            ", NaN ms in all",
-            ", 1e99 ms in all",
-        ] {
-            assert_eq!(tells(without), None, "{without}");
-        }
-    }
-
-    #[test]
-    fn the_first_difference_is_named() {
-        let map = |entries: &[(&str, &str)]| {
-            entries.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<BTreeMap<_, _>>()
-        };
-        let base = map(&[("a", "1"), ("b", "2")]);
-        assert_eq!(difference(&base, &base.clone()), None);
-        let changed = difference(&base, &map(&[("a", "1"), ("b", "3")])).unwrap();
-        assert_eq!(changed, (1, "b".into(), "2".into(), "3".into()));
-        let missing = difference(&base, &map(&[("c", "3")])).unwrap();
-        assert_eq!(missing, (3, "a".into(), "1".into(), "none".into()));
-    }
+    Ok(ranks.into_iter().next().map(|rank| rank.checksums).unwrap_or_default())
 }

@@ -113,7 +113,7 @@ impl SetUp<'_> {
             Some(dtype) if dtype == expected.config.dtype => Ok(dtype),
             Some(dtype) => self
                 .0
-                .equal("dtype", expected.config.dtype.name(), &format!("{} (--dtype {name})", dtype.name()))
+                .equal("dtype", expected.config.dtype.name(), &format!("{} (dtype {name})", dtype.name()))
                 .map(|()| dtype),
             None => self.0.equal("dtype", expected.config.dtype.name(), name).map(|()| expected.config.dtype),
         }
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn quantised_engine_is_accepted_for_a_checkpoint_that_is_quantised_as_it_is() {
+    fn quantised_engine_takes_a_checkpoint_quantised_likewise() {
         let model = json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"]});
         let server = |quantization: Value| json!({"model_path": "/m", "quantization": quantization});
         let of = |quantization: Option<&str>| {
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_float32_model_needs_the_flag() {
         let refused = run(json!({}), json!({}), "float32").unwrap_err().to_string();
-        assert!(refused.contains("F16 (--dtype auto)"), "{refused}");
+        assert!(refused.contains("F16 (dtype auto)"), "{refused}");
         assert_eq!(run(json!({"dtype": "float32"}), json!({}), "float32").unwrap().dtype, Dtype::F32);
     }
 

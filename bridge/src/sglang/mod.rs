@@ -27,7 +27,6 @@ pub mod server;
 pub(crate) mod wire;
 
 pub use capabilities::Capabilities;
-pub(crate) use checksums::check_tensors;
 pub use checksums::{checksums, checksums_of};
 pub use client::Client;
 pub use dialect::{Dialect, Feature};

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::PauseMode;
+use crate::live::{PatchDone, PatchRefused};
 
 /// Reply of `GET /model_info`: what the engine serves now.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -206,6 +207,21 @@ pub enum DiskUpdated {
     /// The weights are live, but the cache was not flushed and the label reported by `/model_info` did not
     /// change: both are still owed.
     Unflushed,
+}
+
+/// What became of an update from disk at an engine with our plugin.
+#[derive(Debug)]
+pub(crate) enum PluginUpdated {
+    /// The plugin patched it.
+    Done {
+        done: PatchDone,
+        /// What the engine says behind the plugin's reply.
+        behind: String,
+    },
+    /// The plugin could not, and nothing has changed.
+    Refused(PatchRefused),
+    /// The engine did it, without a word of the plugin.
+    Engine(DiskUpdated),
 }
 
 #[derive(Debug, Deserialize)]

@@ -12,6 +12,7 @@ use super::generate::{self, RawCompletion};
 use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, excerpt};
+use crate::live::{PatchRefused, PluginReply};
 
 /// What a server without the calls that updates need is told.
 const WANTED: &str =
@@ -70,6 +71,12 @@ struct Success {
 #[derive(Debug, Deserialize)]
 struct Message {
     message: String,
+}
+
+/// What a server answers where a worker has raised.
+#[derive(Debug, Deserialize)]
+struct Raised {
+    error: Message,
 }
 
 #[derive(Debug, Deserialize)]
@@ -245,10 +252,21 @@ impl Client {
         }
     }
 
-    /// `POST /update_weights`: has our plugin make the weights those of a label.
-    pub(super) async fn update_weights(&self, label: &str) -> Result<()> {
+    /// `POST /update_weights`: has our plugin make the weights those of a label. What it says where it wrote nothing
+    /// stands somewhere in vLLM's error.
+    pub(super) async fn update_weights(&self, label: &str) -> Result<Option<PatchRefused>> {
         let body = json!({ "update_info": { "label": label } });
-        self.change("/update_weights", Some(&body), self.deadlines.load).await
+        let call = self.post("/update_weights", Level::Control, Some(&body), self.deadlines.load);
+        let reply = self.connection.send(call).await?;
+        if reply.status == 200 {
+            return self.connection.decode::<Message>(call, &reply.body).map(|_| None);
+        }
+        let raised = serde_json::from_slice::<Raised>(&reply.body).ok();
+        let said = raised.and_then(|raised| Some(PluginReply::find(&raised.error.message)?.0));
+        match said {
+            Some(PluginReply::Refused(refused)) => Ok(Some(refused)),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
     }
 
     /// `POST /finish_weight_update`: the server takes the label, if there is one.

@@ -7,7 +7,6 @@
 //! A server with our plugin is told what it has loaded. It then prepares what a follower offers, and is
 //! patched.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,10 +14,9 @@ use driftless_transport::Dtype;
 use driftless_transport::activate::Limit;
 
 use super::Client;
-use crate::activate::pause::expect_label;
 use crate::engine::{
-    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched, PauseMode,
-    Reload, Rid, local,
+    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, Patched, PauseMode, Reload, Rid,
+    expect_label, local,
 };
 use crate::error::{Error, Result};
 
@@ -26,9 +24,6 @@ use crate::error::{Error, Result};
 const POSTS: [&str; 5] =
     ["/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"];
 const GETS: [&str; 2] = ["/weight_info", "/is_paused"];
-
-/// How our plugin says that it wrote nothing, wherever in vLLM's answer.
-const NOT_PATCHED: &str = "driftless: not patched to ";
 
 impl Engine for Client {
     fn kind(&self) -> &'static str {
@@ -90,15 +85,6 @@ impl Engine for Client {
     fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
         Box::pin(patch(self, load))
     }
-
-    fn check<'a>(
-        &'a self,
-        _identity: &'a Identity,
-        _expected: &'a BTreeMap<String, String>,
-    ) -> Answer<'a, LiveWeights> {
-        let reason = "vLLM's checksums are not known here".to_owned();
-        Box::pin(std::future::ready(Ok(LiveWeights::Unchecked { reason })))
-    }
 }
 
 async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
@@ -154,14 +140,10 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
 async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
     let label = load.label;
     client.start_weight_update().await?;
-    match client.update_weights(label).await {
-        Ok(()) => {}
+    if let Some(refused) = client.update_weights(label).await? {
         // vLLM ends an update that fails.
-        Err(Error::Status { body, .. }) if body.contains(NOT_PATCHED) => {
-            tracing::warn!(engine = client.name(), reply = body, "loads instead of being patched");
-            return Ok(Patched::Untouched);
-        }
-        Err(error) => return Err(error),
+        refused.log(client.name());
+        return Ok(Patched::Untouched);
     }
     if load.pause == PauseMode::InPlace {
         empty_cache(client, load.pause).await?;

@@ -7,13 +7,13 @@ use std::time::Duration;
 use driftless_bridge::Error;
 use driftless_bridge::activate::{DiskActivator, DiskOptions};
 use driftless_bridge::engine::PauseMode;
-use driftless_store::BoxError;
 use driftless_store::wait::Stop;
 use driftless_transport::Checkpoint;
-use driftless_transport::activate::{Activate, Limit, Target};
-use driftless_transport::manifest::Manifest;
+use driftless_transport::activate::{Activate as _, Limit};
 
 use driftless_testkit::sglang::{Fake, Fault, SHORT, checkpoint, patient, short, version, write};
+
+use crate::scene;
 
 const ORDER: [&str; 6] = [
     "/pause_generation",
@@ -24,15 +24,7 @@ const ORDER: [&str; 6] = [
     "/continue_generation",
 ];
 
-/// An engine that serves one checkpoint, and another one to activate.
-struct Scene {
-    fake: Fake,
-    activator: DiskActivator,
-    next: Checkpoint,
-    manifest: Manifest,
-    label: String,
-    dir: tempfile::TempDir,
-}
+type Scene = scene::Scene<Fake, DiskActivator>;
 
 impl Scene {
     fn new() -> Self {
@@ -45,47 +37,14 @@ impl Scene {
         let (next, manifest) = version(dir.path());
         let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
         fake.engine().truths.insert(manifest.label(), next.dir().into());
-        Self { label: manifest.label(), fake, activator, next, manifest, dir }
-    }
-
-    fn activate(&mut self) -> Result<(), BoxError> {
-        let pause = self.activate_within(&Limit::within(Duration::from_secs(60)))?;
-        assert!(pause.as_nanos() > 0);
-        Ok(())
-    }
-
-    fn activate_within(&mut self, limit: &Limit) -> Result<Duration, BoxError> {
-        let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
-        self.activator.activate(&target).map(|activated| activated.pause)
-    }
-
-    fn fails(&mut self) -> Error {
-        *self.activate().unwrap_err().downcast::<Error>().unwrap()
+        Self::of(fake, activator, (next, manifest), dir)
     }
 
     /// The calls of the last transaction, without the precautionary continue in front of it.
     fn transaction(&self) -> Vec<String> {
-        let calls = self.fake.changes();
+        let calls = self.engine.changes();
         let begin = calls.iter().position(|path| path == "/pause_generation").unwrap_or(calls.len());
         calls[begin..].to_vec()
-    }
-
-    /// The engine is paused and fenced, and the activator knows.
-    fn is_fenced(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), None);
-        let engine = self.fake.engine();
-        assert!(engine.is_paused() && engine.label().ends_with("?partial"), "{}", engine.label());
-        assert!(self.activator.is_paused(), "it says so");
-        assert_eq!(engine.lies, Vec::<String>::new());
-    }
-
-    /// The engine generates with the version's weights, under its label.
-    fn serves(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
-        let engine = self.fake.engine();
-        assert!(!engine.is_paused());
-        assert_eq!((engine.weights.as_deref(), &engine.lies[..]), (Some(self.next.dir()), &[][..]));
     }
 }
 
@@ -97,7 +56,7 @@ fn the_order_of_calls() {
     assert_eq!(scene.transaction(), ORDER);
     assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
     let body = scene
-        .fake
+        .engine
         .engine()
         .calls
         .iter()
@@ -115,14 +74,14 @@ fn the_order_of_calls() {
 fn an_engine_started_with_dummy_is_told_how_to_load() {
     let mut scene = Scene::new();
     {
-        let engine = scene.fake.engine();
+        let engine = scene.engine.engine();
         let mut facts = engine.facts();
         facts.launched.load_format = "dummy".into();
         facts.serving.load_format = "dummy".into();
     }
     scene.activate().unwrap();
     let body = scene
-        .fake
+        .engine
         .engine()
         .calls
         .iter()
@@ -136,9 +95,9 @@ fn an_engine_started_with_dummy_is_told_how_to_load() {
 #[test]
 fn a_fresh_activator_ends_the_pause_that_a_dead_one_left() {
     let mut scene = Scene::new();
-    scene.fake.engine().set_paused(true);
+    scene.engine.engine().set_paused(true);
     scene.activator.serving().unwrap();
-    assert!(!scene.fake.engine().is_paused());
+    assert!(!scene.engine.engine().is_paused());
 }
 
 #[test]
@@ -161,16 +120,16 @@ fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
             let client =
                 if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
             let mut scene = Scene::with(DiskOptions::default().with_client(client));
-            scene.fake.engine().facts().device = device.into();
+            scene.engine.engine().facts().device = device.into();
             for _ in 0..2 {
-                scene.fake.fault("POST /update_weights_from_disk", fault.clone());
+                scene.engine.fault("POST /update_weights_from_disk", fault.clone());
                 let error = scene.fails();
                 assert!(error.to_string().contains("/update_weights_from_disk"), "{fault:?}: {error}");
                 scene.is_fenced();
             }
             // Whoever comes next does not know what happened, and still has the engine load first.
             let options = DiskOptions::default().with_client(patient());
-            scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
+            scene.activator = DiskActivator::new(&scene.engine.address.to_string(), options).unwrap();
             scene.is_fenced();
             scene.activate().unwrap();
             scene.serves();
@@ -182,7 +141,7 @@ fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
 fn a_pause_that_a_failed_load_left_counts_from_its_beginning() {
     let client = short(|calls| &mut calls.load);
     let mut scene = Scene::with(DiskOptions::default().with_client(client));
-    scene.fake.fault("POST /update_weights_from_disk", Fault::Hang);
+    scene.engine.fault("POST /update_weights_from_disk", Fault::Hang);
     scene.fails();
     assert!(scene.activate_within(&Limit::within(Duration::from_secs(60))).unwrap() >= SHORT);
 }
@@ -190,11 +149,11 @@ fn a_pause_that_a_failed_load_left_counts_from_its_beginning() {
 #[test]
 fn a_label_that_a_failed_load_set_is_not_believed() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /update_weights_from_disk", Fault::Half(Some(400)));
+    scene.engine.fault("POST /update_weights_from_disk", Fault::Half(Some(400)));
     scene.fails();
-    scene.fake.engine().set_label(&scene.label);
+    scene.engine.engine().set_label(&scene.label);
     assert_eq!(scene.activator.serving().unwrap(), None);
-    assert!(scene.fake.engine().is_paused());
+    assert!(scene.engine.engine().is_paused());
     scene.activate().unwrap();
     assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
 }
@@ -202,11 +161,11 @@ fn a_label_that_a_failed_load_set_is_not_believed() {
 #[test]
 fn an_engine_that_was_restarted_after_a_failed_load_goes_on() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /update_weights_from_disk", Fault::Half(None));
+    scene.engine.fault("POST /update_weights_from_disk", Fault::Half(None));
     scene.fails();
-    scene.fake.restart();
+    scene.engine.restart();
     assert_eq!(scene.activator.serving().unwrap(), None);
-    assert!(!scene.fake.engine().is_paused(), "the weights of its start are known");
+    assert!(!scene.engine.engine().is_paused(), "the weights of its start are known");
     scene.activate().unwrap();
     scene.serves();
 }
@@ -215,28 +174,28 @@ fn an_engine_that_was_restarted_after_a_failed_load_goes_on() {
 fn a_failure_before_the_update_is_continued_all_the_same() {
     let client = short(|calls| &mut calls.control);
     let mut scene = Scene::with(DiskOptions::default().with_client(client));
-    scene.fake.fault("POST /flush_cache", Fault::Hang);
+    scene.engine.fault("POST /flush_cache", Fault::Hang);
     assert!(matches!(scene.fails(), Error::Deadline { call, .. } if call == "POST /flush_cache"));
     assert_eq!(
         scene.transaction(),
         ["/pause_generation", "/flush_cache", "/update_weight_version", "/continue_generation"]
     );
-    assert_eq!(scene.fake.engine().label(), "default", "nothing was touched");
+    assert_eq!(scene.engine.engine().label(), "default", "nothing was touched");
 }
 
 #[test]
 fn an_engine_that_keeps_its_label_is_not_loaded_into() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /update_weight_version", Fault::KeepLabel);
+    scene.engine.fault("POST /update_weight_version", Fault::KeepLabel);
     assert!(matches!(scene.fails(), Error::LabelMismatch { found, .. } if found == "default"));
-    let engine = scene.fake.engine();
+    let engine = scene.engine.engine();
     assert!(!engine.is_paused() && engine.weights == Some(engine.started_with.clone()));
 }
 
 #[test]
 fn wrong_live_weights_never_carry_our_label() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /weights_checker", Fault::WrongSum);
+    scene.engine.fault("POST /weights_checker", Fault::WrongSum);
     match scene.fails() {
         Error::LiveWeights { count: 1, tensor, found, .. } => {
             assert_eq!((tensor.as_str(), found.as_str()), ("model.norm.weight", "0000000000000000"))
@@ -252,10 +211,10 @@ fn wrong_live_weights_never_carry_our_label() {
 #[test]
 fn a_refused_flush_aborts_what_waits() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /flush_cache", Fault::Answer(400, "Flush cache failed.".into()));
+    scene.engine.fault("POST /flush_cache", Fault::Answer(400, "Flush cache failed.".into()));
     scene.activate().unwrap();
     let modes: Vec<_> = scene
-        .fake
+        .engine
         .engine()
         .calls
         .iter()
@@ -281,7 +240,7 @@ fn a_refused_flush_aborts_what_waits() {
 #[test]
 fn in_place_keeps_what_runs() {
     let mut scene = Scene::with(DiskOptions::default().with_client(patient()).with_pause(PauseMode::InPlace));
-    scene.fake.fault("POST /flush_cache", Fault::Answer(400, "Flush cache failed.".into()));
+    scene.engine.fault("POST /flush_cache", Fault::Answer(400, "Flush cache failed.".into()));
     scene.activate().unwrap();
     assert_eq!(scene.transaction(), ORDER);
 }
@@ -289,7 +248,7 @@ fn in_place_keeps_what_runs() {
 #[test]
 fn applied_but_not_flushed_counts_as_applied() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /update_weights_from_disk", Fault::Unflushed);
+    scene.engine.fault("POST /update_weights_from_disk", Fault::Unflushed);
     scene.activate().unwrap();
     assert_eq!(
         scene.transaction(),
@@ -301,21 +260,21 @@ fn applied_but_not_flushed_counts_as_applied() {
 #[test]
 fn engine_that_dies_before_its_continue_is_activated_again() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /flush_cache", Fault::Die);
-    scene.fake.engine().faults.insert(
+    scene.engine.fault("POST /flush_cache", Fault::Die);
+    scene.engine.engine().faults.insert(
         "POST /continue_generation",
         [Fault::Answer(200, r#"{"status":"ok"}"#.into()), Fault::Die, Fault::Die, Fault::Die].into(),
     );
     match scene.fails() {
         Error::LeftPaused { engine, first: Some(first), .. } => {
             assert!(
-                engine.contains(&scene.fake.address.to_string()) && first.contains("/flush_cache"),
+                engine.contains(&scene.engine.address.to_string()) && first.contains("/flush_cache"),
                 "{engine}: {first}"
             );
         }
         other => panic!("{other:?}"),
     }
-    scene.fake.restart();
+    scene.engine.restart();
     assert_eq!(scene.activator.serving().unwrap(), None);
     scene.activate().unwrap();
     scene.serves();
@@ -325,14 +284,14 @@ fn engine_that_dies_before_its_continue_is_activated_again() {
 fn a_pause_that_could_not_be_ended_is_ended_later() {
     let client = short(|calls| &mut calls.control);
     let mut scene = Scene::with(DiskOptions::default().with_client(client));
-    scene.fake.engine().faults.insert(
+    scene.engine.engine().faults.insert(
         "POST /continue_generation",
         [Fault::Answer(200, r#"{"status":"ok"}"#.into()), Fault::Hang, Fault::Hang, Fault::Hang].into(),
     );
     assert!(matches!(scene.fails(), Error::LeftPaused { first: None, .. }));
-    assert!(scene.fake.engine().is_paused());
+    assert!(scene.engine.engine().is_paused());
     scene.activator.serving().unwrap();
-    assert!(!scene.fake.engine().is_paused());
+    assert!(!scene.engine.engine().is_paused());
 }
 
 #[test]
@@ -354,19 +313,19 @@ fn a_checkpoint_that_would_end_the_engine_is_not_posted() {
     scene.next = Checkpoint::open(checkpoint(&scene.dir.path().join("d"), 2, 8)).unwrap();
     assert!(matches!(scene.fails(), Error::Refused { what, .. } if what == "hidden_size"));
     assert!(
-        scene.fake.changes().iter().all(|path| path == "/continue_generation"),
+        scene.engine.changes().iter().all(|path| path == "/continue_generation"),
         "{:?}",
-        scene.fake.changes()
+        scene.engine.changes()
     );
 }
 
 #[test]
 fn an_engine_whose_config_is_elsewhere_needs_a_base() {
     let mut scene = Scene::new();
-    scene.fake.engine().facts().launched.model_path = "/elsewhere/model".into();
+    scene.engine.engine().facts().launched.model_path = "/elsewhere/model".into();
     assert!(matches!(scene.fails(), Error::Refused { what, .. } if what.starts_with("config.json")));
     let options = DiskOptions::default().with_client(patient()).with_base(scene.dir.path().join("a"));
-    scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
+    scene.activator = DiskActivator::new(&scene.engine.address.to_string(), options).unwrap();
     scene.activate().unwrap();
 }
 
@@ -378,7 +337,7 @@ fn the_engine_gets_the_path_as_it_sees_it() {
         Scene::with(DiskOptions::default().with_client(patient()).with_engine_checkpoint_dir(seen.clone()));
     std::os::unix::fs::symlink(scene.next.dir(), &seen).unwrap();
     scene.activate().unwrap();
-    assert_eq!(Path::new(&scene.fake.engine().facts().serving.model_path), seen);
+    assert_eq!(Path::new(&scene.engine.engine().facts().serving.model_path), seen);
 }
 
 #[test]
@@ -390,7 +349,7 @@ fn it_can_be_called_from_a_runtime() {
 
 /// Throws the switch once the engine has been asked for `path`, which it is told not to answer.
 fn stopped_at(scene: &mut Scene, call: &'static str) -> Error {
-    let (stop, asked) = (Stop::new(), scene.fake.hang(call));
+    let (stop, asked) = (Stop::new(), scene.engine.hang(call));
     let limit = Limit::new(Duration::from_secs(600), stop.clone());
     let stopper = std::thread::spawn(move || {
         asked.recv().unwrap();
@@ -398,7 +357,7 @@ fn stopped_at(scene: &mut Scene, call: &'static str) -> Error {
     });
     let failed = scene.activate_within(&limit).unwrap_err();
     stopper.join().unwrap();
-    *failed.downcast::<Error>().unwrap()
+    failed
 }
 
 #[test]
@@ -418,7 +377,7 @@ fn follower_stopped_before_the_load_lets_the_engine_go_on() {
     let error = stopped_at(&mut scene, "POST /flush_cache");
     assert!(matches!(&error, Error::GivenUp { call, .. } if call.contains("flush")), "{error}");
     assert!(!scene.activator.is_paused());
-    let engine = scene.fake.engine();
+    let engine = scene.engine.engine();
     assert!(!engine.is_paused() && engine.label() == "default", "{}", engine.label());
 }
 
@@ -428,11 +387,11 @@ fn a_continue_that_does_nothing_is_not_believed() {
         let mut scene = Scene::new();
         scene.activator.serving().unwrap();
         for _ in 0..3 {
-            scene.fake.fault("POST /continue_generation", Fault::Answer(200, reply.into()));
+            scene.engine.fault("POST /continue_generation", Fault::Answer(200, reply.into()));
         }
         assert!(matches!(scene.fails(), Error::LeftPaused { first: None, .. }), "{reply}");
         assert!(scene.activator.is_paused(), "{reply}");
-        scene.fake.engine().faults.clear();
+        scene.engine.engine().faults.clear();
         scene.serves();
         assert!(!scene.activator.is_paused());
     }
@@ -442,13 +401,13 @@ fn a_continue_that_does_nothing_is_not_believed() {
 fn an_engine_that_somebody_else_pauses_shows_as_paused() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    scene.fake.engine().set_paused(true);
+    scene.engine.engine().set_paused(true);
     for _ in 0..2 {
         assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
         assert!(scene.activator.is_paused());
     }
-    assert!(scene.fake.engine().is_paused(), "it is left alone");
-    scene.fake.engine().set_paused(false);
+    assert!(scene.engine.engine().is_paused(), "it is left alone");
+    scene.engine.engine().set_paused(false);
     scene.serves();
     assert!(!scene.activator.is_paused());
 }
@@ -457,7 +416,7 @@ fn an_engine_that_somebody_else_pauses_shows_as_paused() {
 fn an_engine_with_nan_weights_is_brought_to_the_next_version() {
     let mut scene = Scene::new();
     {
-        let mut engine = scene.fake.engine();
+        let mut engine = scene.engine.engine();
         engine.broken = engine.weights.clone();
     }
     scene.activate().unwrap();
@@ -468,14 +427,14 @@ fn an_engine_with_nan_weights_is_brought_to_the_next_version() {
 fn a_version_that_generates_nan_is_fenced_and_loaded_over() {
     let mut scene = Scene::new();
     let sound = Checkpoint::open(scene.dir.path().join("a")).unwrap();
-    scene.fake.engine().broken = Some(scene.next.dir().into());
+    scene.engine.engine().broken = Some(scene.next.dir().into());
     for _ in 0..2 {
         assert!(matches!(scene.fails(), Error::Unsound { label, .. } if label == scene.label));
         scene.is_fenced();
     }
     (scene.next, scene.label) = (sound, scene.label.replace(":0", ":1"));
     let (label, path) = (scene.label.clone(), scene.next.dir().to_owned());
-    scene.fake.engine().truths.insert(label, path);
+    scene.engine.engine().truths.insert(label, path);
     scene.activate().unwrap();
     scene.serves();
 }

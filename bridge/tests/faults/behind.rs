@@ -1,7 +1,7 @@
 //! Activation of a version whose files a follower still writes: the engine may be patched, and loads nothing.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -17,7 +17,8 @@ use driftless_transport::{Checkpoint, Publisher, Replica, Run, Version};
 use fail::FailScenario;
 use serde_json::{Value, json};
 
-use crate::plugins_in;
+use crate::patch::REFUSED;
+use crate::scene::{plugins_in, told};
 
 const UPDATE: &str = "/update_weights_from_disk";
 const HELD: &str = "follow.apply";
@@ -74,13 +75,8 @@ impl Scene {
 
     fn says(&self, target: &str, why_not: Value) {
         let offer = offer_path(&self.plugins, self.replica.dir()).unwrap();
-        let name = offer.file_name().unwrap().to_str().unwrap().to_owned();
-        let stat = fs::read_to_string(Path::new("/proc/self/stat")).unwrap();
-        let start: u64 = stat[stat.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap();
-        let content = json!({"pid": std::process::id(), "start": start, "ranks": 1, "why_not": null,
-            "deltas": {name: {"target": target, "why_not": why_not}}});
         let rank = self.plugins.join(format!("rank-{}-0.json", self.fake.address.port()));
-        fs::write(rank, content.to_string()).unwrap();
+        fs::write(rank, told(&offer, 1, target, why_not).to_string()).unwrap();
     }
 
     fn activate(&mut self) -> Result<(), String> {
@@ -152,21 +148,21 @@ fn an_engine_is_patched_while_the_files_are_written() {
 #[test]
 fn a_patch_that_is_refused_is_a_load_once_the_files_are_there() {
     let mut scene = Scene::new();
-    let refusal = r#"{"success":false,"message":"driftless: not patched to x: it is not"}"#;
-    scene.fake.fault("POST /update_weights_from_disk", Fault::Answer(400, refusal.into()));
+    let refusal = json!({"success": false, "message": REFUSED}).to_string();
+    scene.fake.fault("POST /update_weights_from_disk", Fault::Answer(400, refusal));
     assert_eq!(scene.activate_held(1), 2);
     scene.serves();
 }
 
 #[test]
-fn an_engine_that_loaded_files_that_were_written_loads_them_again() {
+fn engine_that_loaded_half_written_files_loads_them_again() {
     let mut scene = Scene::new();
     assert_eq!(scene.activate_held(1), 2);
     scene.serves();
 }
 
 #[test]
-fn an_engine_that_is_not_ready_is_paused_once_the_files_are_there() {
+fn engine_that_is_not_ready_is_paused_once_the_files_are_there() {
     let mut scene = Scene::new();
     let label = scene.replica.manifest().unwrap().label();
     scene.says(&label, json!("the live weights are others"));

@@ -17,7 +17,7 @@ fn fake() -> (Fake, tempfile::TempDir, Client, Runtime) {
 }
 
 #[test]
-fn a_hanging_call_ends_at_its_deadline_and_names_engine_and_call() {
+fn hanging_call_ends_at_its_deadline_and_names_engine_and_call() {
     let (fake, _dir, _, runtime) = fake();
     let client = Client::new(&fake.address.to_string(), short(|calls| &mut calls.info)).unwrap();
     fake.fault("GET /model_info", Fault::Hang);

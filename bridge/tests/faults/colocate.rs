@@ -9,12 +9,11 @@ use driftless_bridge::push::colocate::{Colocation, ColocationOptions, Place, Sha
 use driftless_bridge::push::{Bucket, PushActivator, PushOptions};
 use driftless_bridge::sglang::MemoryTag;
 use driftless_bridge::{ClientOptions, Error, Result};
-use driftless_store::BoxError;
-use driftless_transport::activate::{Activate, Limit, Target};
-use driftless_transport::manifest::Manifest;
+use driftless_transport::activate::Activate as _;
 use driftless_transport::{Checkpoint, Snapshot};
 
 use crate::inline::InlineShare;
+use crate::scene::{self, Engines, Look};
 use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, short, version};
 
 /// Memory that ranks never let go of, if it is told so.
@@ -52,49 +51,40 @@ impl Share for Held {
     }
 }
 
-/// An engine that serves one checkpoint, and another one to push.
-struct Scene {
+/// An engine, and what becomes of the memory that is pushed through.
+struct Colocated {
     fake: Fake,
-    activator: PushActivator<Colocation<Held>>,
     stuck: Arc<AtomicBool>,
     closed: Arc<AtomicUsize>,
-    next: Checkpoint,
-    manifest: Manifest,
-    label: String,
-    _dir: tempfile::TempDir,
 }
+
+impl Engines for Colocated {
+    fn looks(&self, version: &Checkpoint) -> Vec<Look> {
+        self.fake.looks(version)
+    }
+}
+
+type Scene = scene::Scene<Colocated, PushActivator<Colocation<Held>>>;
 
 impl Scene {
     fn new(saver: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
         fake.engine().facts().enable_memory_saver = saver;
-        let (next, manifest) = version(dir.path());
         let share = Held::default();
         let (stuck, closed) = (share.stuck.clone(), share.closed.clone());
         let activator = activator(&fake, share, patient());
-        Self { label: manifest.label(), fake, activator, stuck, closed, next, manifest, _dir: dir }
-    }
-
-    fn activate(&mut self) -> Result<(), BoxError> {
-        let limit = Limit::within(Duration::from_secs(60));
-        let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
-        self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
-    }
-
-    fn fails(&mut self) -> Error {
-        *self.activate().unwrap_err().downcast::<Error>().unwrap()
+        Self::of(Colocated { fake, stuck, closed }, activator, version(dir.path()), dir)
     }
 
     /// A new process in the place of one that was killed.
     fn restart_follower(&mut self) {
-        self.activator = activator(&self.fake, Held::default(), patient());
+        self.activator = activator(&self.engine.fake, Held::default(), patient());
     }
 
     fn holds(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
-        let engine = self.fake.engine();
+        let engine = self.engine.fake.engine();
         assert!(!engine.is_paused() && !engine.pushes.session_open());
         assert!(engine.memory.released.is_empty(), "{:?}", engine.memory.released);
         assert_eq!(engine.memory.death, None);
@@ -118,8 +108,8 @@ fn an_engine_gives_its_cache_back_while_it_is_updated() {
         scene.activate().unwrap();
         scene.holds();
     }
-    assert_eq!(scene.closed.load(Ordering::SeqCst), 2, "memory is given back after each push");
-    let engine = scene.fake.engine();
+    assert_eq!(scene.engine.closed.load(Ordering::SeqCst), 2, "memory is given back after each push");
+    let engine = scene.engine.fake.engine();
     let begin = engine.calls.iter().position(|(path, _)| path == "/pause_generation").unwrap();
     let end = engine.calls[begin..].iter().position(|(path, _)| path == "/continue_generation").unwrap();
     let mut steps: Vec<_> = engine.calls[begin..=begin + end]
@@ -158,18 +148,18 @@ fn an_engine_that_cannot_give_memory_back_is_not_asked_to() {
     let mut scene = Scene::new(false);
     scene.activate().unwrap();
     scene.holds();
-    assert!(!scene.fake.changes().iter().any(|path| path.contains("memory_occupation")));
-    scene.fake.assert_labelled_after("/update_weights_from_tensor", &scene.label);
+    assert!(!scene.engine.fake.changes().iter().any(|path| path.contains("memory_occupation")));
+    scene.engine.fake.assert_labelled_after("/update_weights_from_tensor", &scene.label);
 }
 
 #[test]
 fn requests_that_wait_are_aborted_before_memory_goes() {
     let mut scene = Scene::new(true);
-    scene.fake.engine().memory.waiting = 3;
+    scene.engine.fake.engine().memory.waiting = 3;
     scene.activate().unwrap();
     scene.holds();
     let modes: Vec<_> =
-        scene.fake.engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();
+        scene.engine.fake.engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();
     assert_eq!(modes, ["retract", "abort"]);
 }
 
@@ -177,12 +167,12 @@ fn requests_that_wait_are_aborted_before_memory_goes() {
 fn a_failed_update_leaves_the_engine_with_all_of_its_memory() {
     let mut scene = Scene::new(true);
     let refusal = r#"{"success": false, "message": "no such tensor"}"#;
-    scene.fake.fault("POST /update_weights_from_tensor", Fault::Answer(400, refusal.into()));
+    scene.engine.fake.fault("POST /update_weights_from_tensor", Fault::Answer(400, refusal.into()));
     let error = scene.fails();
     assert!(matches!(&error, Error::Status { status: 400, .. }), "{error}");
     assert_eq!(scene.activator.serving().unwrap(), None);
     {
-        let engine = scene.fake.engine();
+        let engine = scene.engine.fake.engine();
         assert!(engine.is_paused() && engine.memory.released.is_empty() && engine.memory.death.is_none());
     }
     scene.activate().unwrap();
@@ -202,7 +192,7 @@ fn follower_that_dies_in_between_leaves_it_to_the_next() {
         for session in [false, true] {
             let mut scene = Scene::new(true);
             {
-                let mut engine = scene.fake.engine();
+                let mut engine = scene.engine.fake.engine();
                 engine.set_paused(true);
                 engine.set_label(label.replace('L', "0123456789ab:7"));
                 engine.memory.released = released.iter().map(|tag| (*tag).to_owned()).collect();
@@ -221,17 +211,17 @@ fn follower_that_dies_in_between_leaves_it_to_the_next() {
 fn memory_that_may_be_there_or_not_is_not_touched() {
     for label in ["0123456789ab:7?releasing=kv_cache", "0123456789ab:7?resuming=kv_cache"] {
         let mut scene = Scene::new(true);
-        scene.fake.engine().set_paused(true);
-        scene.fake.engine().set_label(label);
+        scene.engine.fake.engine().set_paused(true);
+        scene.engine.fake.engine().set_label(label);
         assert_eq!(scene.activator.serving().unwrap(), None);
         let refused = scene.fails();
         assert!(
             matches!(&refused, Error::Refused { expected, .. } if expected.contains("memory")),
             "{refused}"
         );
-        assert_eq!(scene.fake.changes(), Vec::<String>::new());
+        assert_eq!(scene.engine.fake.changes(), Vec::<String>::new());
         // What the error asks for.
-        scene.fake.restart();
+        scene.engine.fake.restart();
         scene.activate().unwrap();
         scene.holds();
     }
@@ -240,11 +230,11 @@ fn memory_that_may_be_there_or_not_is_not_touched() {
 #[test]
 fn a_follower_that_dies_while_memory_goes_leaves_a_doubt() {
     let mut scene = Scene::new(true);
-    scene.activator = activator(&scene.fake, Held::default(), short(|calls| &mut calls.load));
-    scene.fake.fault("POST /release_memory_occupation", Fault::Hang);
+    scene.activator = activator(&scene.engine.fake, Held::default(), short(|calls| &mut calls.load));
+    scene.engine.fake.fault("POST /release_memory_occupation", Fault::Hang);
     let error = scene.fails();
     assert!(matches!(&error, Error::LeftPaused { first: Some(_), .. }), "{error}");
-    assert!(scene.fake.engine().is_paused(), "nothing continues on memory that may be gone");
+    assert!(scene.engine.fake.engine().is_paused(), "nothing continues on memory that may be gone");
     scene.restart_follower();
     assert!(matches!(scene.fails(), Error::Refused { .. }));
 }
@@ -252,11 +242,11 @@ fn a_follower_that_dies_while_memory_goes_leaves_a_doubt() {
 #[test]
 fn memory_that_is_never_let_go_of_ends_in_a_deadline() {
     let mut scene = Scene::new(false);
-    scene.stuck.store(true, Ordering::SeqCst);
+    scene.engine.stuck.store(true, Ordering::SeqCst);
     let error = scene.fails();
     assert!(matches!(&error, Error::Unreleased { engines, .. } if engines.len() == 1), "{error}");
     assert_eq!(scene.activator.serving().unwrap(), None);
-    scene.stuck.store(false, Ordering::SeqCst);
+    scene.engine.stuck.store(false, Ordering::SeqCst);
     scene.activate().unwrap();
     scene.holds();
 }
@@ -264,11 +254,11 @@ fn memory_that_is_never_let_go_of_ends_in_a_deadline() {
 #[test]
 fn an_engine_without_the_call_is_refused_before_it_is_paused() {
     let mut scene = Scene::new(true);
-    scene.fake.fault("GET /update_weights_from_tensor", Fault::Answer(404, String::new()));
+    scene.engine.fake.fault("GET /update_weights_from_tensor", Fault::Answer(404, String::new()));
     let refused = scene.fails();
     assert!(
         matches!(&refused, Error::Refused { what, .. } if what == "/update_weights_from_tensor"),
         "{refused}"
     );
-    assert!(!scene.fake.engine().is_paused());
+    assert!(!scene.engine.fake.engine().is_paused());
 }

@@ -229,7 +229,7 @@ fn too_few_hosts_that_activate_are_an_error() {
     scene.hosts[0].engine.fault("POST /update_weight_version", Fault::KeepLabel);
     match scene.runtime.block_on(coordinator.roll(&scene.labels[1])) {
         Err(Error::Unactivated { label, wanted: 2, hosts }) => {
-            assert_eq!((label.to_string(), hosts.len()), (scene.label(1), 1), "{hosts:?}")
+            assert_eq!((label, hosts.len()), (scene.label(1), 1), "{hosts:?}")
         }
         other => panic!("{other:?}"),
     }

@@ -8,25 +8,27 @@ use driftless_bridge::Error;
 use driftless_bridge::engine::PauseMode;
 use driftless_bridge::push::nccl::{Group, GroupOptions, UpdateMode};
 use driftless_bridge::push::{PushActivator, PushOptions};
-use driftless_store::BoxError;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
-use driftless_transport::manifest::Manifest;
 
-use super::in_fp8;
+use crate::in_fp8;
+use crate::scene::{self, Engines, Look};
 use driftless_testkit::sglang::FakeRoot;
 use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, version};
 
-/// Two engines that serve one checkpoint, and another one to push.
-struct Scene {
+/// Two engines of one group, and what its root was asked to do.
+struct Grouped {
     fakes: [Fake; 2],
-    activator: PushActivator<Group<FakeRoot>>,
     log: Arc<Mutex<Vec<String>>>,
-    next: Checkpoint,
-    manifest: Manifest,
-    label: String,
-    _dir: tempfile::TempDir,
 }
+
+impl Engines for Grouped {
+    fn looks(&self, version: &Checkpoint) -> Vec<Look> {
+        self.fakes.iter().flat_map(|fake| fake.looks(version)).collect()
+    }
+}
+
+type Scene = scene::Scene<Grouped, PushActivator<Group<FakeRoot>>>;
 
 impl Scene {
     fn new() -> Self {
@@ -37,7 +39,6 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let first = checkpoint(&dir.path().join("a"), 1, 4);
         let fakes = [Fake::start(&first), Fake::start(&first)];
-        let (next, manifest) = version(dir.path());
         let mut root = FakeRoot::new();
         let mut options = GroupOptions::new("127.0.0.1");
         options.listen = ([127, 0, 0, 1], 0).into();
@@ -52,40 +53,17 @@ impl Scene {
         let client = PushOptions::default().with_client(patient());
         let group = Group::new(root, options).unwrap();
         let activator = PushActivator::new(&addresses, group, client).unwrap();
-        Self { label: manifest.label(), fakes, activator, log, next, manifest, _dir: dir }
-    }
-
-    fn activate(&mut self) -> Result<(), BoxError> {
-        let limit = Limit::within(Duration::from_secs(60));
-        let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
-        self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
-    }
-
-    fn fails(&mut self) -> Error {
-        *self.activate().unwrap_err().downcast::<Error>().unwrap()
+        Self::of(Grouped { fakes, log }, activator, version(dir.path()), dir)
     }
 
     /// Both engines hold the version, and go on.
     fn holds(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
-        for fake in &self.fakes {
-            let engine = fake.engine();
-            assert!(!engine.is_paused() && !engine.pushes.session_open());
-        }
-    }
-
-    /// Every engine is fenced: paused, and none says that it holds the version.
-    fn holds_nothing(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), None);
-        for fake in &self.fakes {
-            let engine = fake.engine();
-            assert!(engine.is_paused() && engine.label().ends_with("?partial"), "{}", engine.label());
-        }
+        self.serves();
+        assert!(self.engine.fakes.iter().all(|fake| !fake.engine().pushes.session_open()));
     }
 
     fn logged(&self, what: &str) -> usize {
-        self.log.lock().unwrap().iter().filter(|line| line.starts_with(what)).count()
+        self.engine.log.lock().unwrap().iter().filter(|line| line.starts_with(what)).count()
     }
 }
 
@@ -96,7 +74,7 @@ fn a_push_reaches_every_engine_and_is_looked_at() {
         // The activator compares the checksums of what the fakes received.
         scene.activate().unwrap();
         scene.holds();
-        let calls = scene.fakes[0].changes();
+        let calls = scene.engine.fakes[0].changes();
         let begin = calls.iter().position(|path| path == "/pause_generation").unwrap();
         let before = &calls[..begin];
         assert!(
@@ -127,7 +105,7 @@ fn a_push_reaches_every_engine_and_is_looked_at() {
 fn the_next_bucket_is_gathered_while_one_is_under_way() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    let log = scene.log.lock().unwrap().clone();
+    let log = scene.engine.log.lock().unwrap().clone();
     assert_eq!(
         log[..5],
         ["open driftless 3", "gather 0", "broadcast 0 1", "gather 1", "broadcast 1 1"],
@@ -139,20 +117,20 @@ fn the_next_bucket_is_gathered_while_one_is_under_way() {
 fn the_label_comes_after_the_last_bucket() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    scene.fakes[1].assert_labelled_after("/update_weights_from_distributed", &scene.label);
+    scene.engine.fakes[1].assert_labelled_after("/update_weights_from_distributed", &scene.label);
 }
 
 #[test]
 fn a_refusal_in_the_middle_leaves_nobody_waiting_or_labelled() {
     let mut scene = Scene::new();
     let refusal = r#"{"success": false, "message": "Failed to receive weights: no memory"}"#;
-    scene.fakes[1].fault("POST /update_weights_from_distributed", Fault::Answer(400, refusal.into()));
+    scene.engine.fakes[1].fault("POST /update_weights_from_distributed", Fault::Answer(400, refusal.into()));
     let error = scene.fails();
     assert!(
         matches!(&error, Error::Status { status: 400, body, .. } if body.contains("no memory")),
         "{error}"
     );
-    scene.holds_nothing();
+    scene.is_fenced();
     assert!(scene.logged("abort") >= 1);
     // And once more, with the group formed anew.
     scene.activate().unwrap();
@@ -163,9 +141,9 @@ fn a_refusal_in_the_middle_leaves_nobody_waiting_or_labelled() {
 #[test]
 fn engine_that_refuses_its_pause_leaves_the_others_as_they_were() {
     let mut scene = Scene::new();
-    scene.fakes[1].fault("POST /pause_generation", Fault::Answer(500, "no".into()));
+    scene.engine.fakes[1].fault("POST /pause_generation", Fault::Answer(500, "no".into()));
     assert!(matches!(scene.fails(), Error::Status { status: 500, .. }));
-    for fake in &scene.fakes {
+    for fake in &scene.engine.fakes {
         let engine = fake.engine();
         assert!(!engine.is_paused() && engine.label() == "default", "{}", engine.label());
     }
@@ -174,9 +152,9 @@ fn engine_that_refuses_its_pause_leaves_the_others_as_they_were() {
 #[test]
 fn an_engine_that_dies_during_a_push_is_named() {
     let mut scene = Scene::new();
-    scene.fakes[0].fault("POST /update_weights_from_distributed", Fault::Die);
+    scene.engine.fakes[0].fault("POST /update_weights_from_distributed", Fault::Die);
     let error = scene.fails();
-    let url = format!("http://{}", scene.fakes[0].address);
+    let url = format!("http://{}", scene.engine.fakes[0].address);
     assert!(matches!(&error, Error::Unreachable { engine, .. } if *engine == url), "{error}");
 }
 
@@ -184,7 +162,7 @@ fn an_engine_that_dies_during_a_push_is_named() {
 fn an_engine_that_was_started_again_joins_anew() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    scene.fakes[1].restart();
+    scene.engine.fakes[1].restart();
     assert_eq!(scene.activator.serving().unwrap(), None);
     scene.activate().unwrap();
     scene.holds();
@@ -199,7 +177,7 @@ fn ranks_that_never_join_end_in_a_deadline_that_names_them() {
     });
     let error = scene.fails();
     assert!(matches!(&error, Error::Group { what: "joining", engines, .. } if engines.len() == 2), "{error}");
-    scene.holds_nothing();
+    scene.is_fenced();
 }
 
 #[test]
@@ -210,13 +188,13 @@ fn bytes_that_are_never_received_end_in_a_deadline() {
     });
     let error = scene.fails();
     assert!(matches!(&error, Error::Group { what: "receiving a bucket", .. }), "{error}");
-    scene.holds_nothing();
+    scene.is_fenced();
 }
 
 #[test]
 fn a_session_that_somebody_left_open_is_ended() {
     let mut scene = Scene::new();
-    scene.fakes[0].engine().pushes.leave_session_open();
+    scene.engine.fakes[0].engine().pushes.leave_session_open();
     scene.activate().unwrap();
     scene.holds();
 }
@@ -224,9 +202,9 @@ fn a_session_that_somebody_left_open_is_ended() {
 #[test]
 fn wrong_weights_are_seen() {
     let mut scene = Scene::new();
-    scene.fakes[1].fault("POST /weights_checker", Fault::WrongSum);
+    scene.engine.fakes[1].fault("POST /weights_checker", Fault::WrongSum);
     assert!(matches!(scene.fails(), Error::LiveWeights { .. }));
-    scene.holds_nothing();
+    scene.is_fenced();
 }
 
 #[test]
@@ -234,18 +212,18 @@ fn memory_that_is_mapped_otherwise_is_refused_before_any_call() {
     let mut scene = Scene::with(|root, _| root.cumem = Some(true));
     let error = scene.fails();
     assert!(matches!(&error, Error::Refused { what, .. } if what.contains("NCCL_CUMEM_ENABLE")), "{error}");
-    assert!(!scene.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
+    assert!(!scene.engine.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
 }
 
 #[test]
 fn push_of_quantised_weights_is_refused_before_any_call() {
     let mut scene = Scene::new();
-    let started_with = scene.fakes[0].engine().started_with.clone();
+    let started_with = scene.engine.fakes[0].engine().started_with.clone();
     drop(in_fp8(&started_with));
     scene.next = in_fp8(scene.next.dir());
     let error = scene.fails();
     assert!(matches!(&error, Error::Refused { what, .. } if what.starts_with("quantization")), "{error}");
-    assert!(!scene.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
+    assert!(!scene.engine.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
 }
 
 #[test]
@@ -253,17 +231,21 @@ fn pausing_in_place_keeps_the_requests() {
     let mut scene = Scene::new();
     let options = PushOptions::default().with_client(patient()).with_pause(PauseMode::InPlace);
     let mut root = FakeRoot::new();
-    root.log = scene.log.clone();
-    scene.fakes[0].engine().pushes.wire = Some(root.wire.clone());
+    root.log = scene.engine.log.clone();
+    scene.engine.fakes[0].engine().pushes.wire = Some(root.wire.clone());
     let group = Group::new(root, GroupOptions::new("127.0.0.1")).unwrap();
-    let address = [scene.fakes[0].address.to_string()];
+    let address = [scene.engine.fakes[0].address.to_string()];
     let mut activator = PushActivator::new(&address, group, options).unwrap();
     let limit = Limit::within(Duration::from_secs(60));
     let (checkpoint, manifest) = (&scene.next, &scene.manifest);
     let target = Target { checkpoint, weights: checkpoint, label: &scene.label, manifest, limit: &limit };
     activator.activate(&target).unwrap();
-    let modes: Vec<_> =
-        scene.fakes[0].engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();
+    let modes: Vec<_> = scene.engine.fakes[0]
+        .engine()
+        .calls
+        .iter()
+        .filter_map(|(_, body)| body.get("mode").cloned())
+        .collect();
     assert_eq!(modes, ["in_place"]);
     assert_eq!(scene.logged("open driftless 2"), 1);
     drop(scene.activator.serving());

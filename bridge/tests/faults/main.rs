@@ -13,11 +13,11 @@ mod hostile;
 mod inline;
 mod patch;
 mod proxy;
+mod scene;
 mod vllm;
 mod vllm_patch;
 
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use driftless_transport::Checkpoint;
 use serde_json::{Value, json};
@@ -29,12 +29,4 @@ fn in_fp8(directory: &Path) -> Checkpoint {
     config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
     std::fs::write(&path, config.to_string()).unwrap();
     Checkpoint::open(directory).unwrap()
-}
-
-/// A directory for plugins, as they take it: nobody else's.
-fn plugins_in(root: &Path) -> PathBuf {
-    let plugins = root.join("plugins");
-    std::fs::create_dir(&plugins).unwrap();
-    std::fs::set_permissions(&plugins, std::fs::Permissions::from_mode(0o700)).unwrap();
-    plugins
 }

@@ -10,14 +10,11 @@ use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{
     ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams, connect,
 };
-use driftless_store::BoxError;
 use driftless_testkit::vllm::{Fault, Vllm, digest};
-use driftless_transport::Checkpoint;
-use driftless_transport::activate::{Activate, Limit, Target};
-use driftless_transport::manifest::Manifest;
+use driftless_transport::activate::Activate as _;
 use tokio::runtime::Runtime;
 
-use super::in_fp8;
+use crate::{in_fp8, scene};
 use driftless_testkit::sglang::{Fake, checkpoint, patient, short, version};
 
 const ORDER: [&str; 6] = [
@@ -32,61 +29,25 @@ const ORDER: [&str; 6] = [
 const OLD: &str = "3f0c9a12b7de:1";
 const NEW: &str = "3f0c9a12b7de:2";
 
-/// A server that was started with a directory in which other weights lie by now: those of a version.
-struct Scene {
-    vllm: Vllm,
-    activator: DiskActivator,
-    next: Checkpoint,
-    manifest: Manifest,
-    label: String,
-    _dir: tempfile::TempDir,
-}
+type Scene = scene::Scene<Vllm, DiskActivator>;
 
 impl Scene {
     fn new() -> Self {
         Self::with(DiskOptions::default().with_client(patient()))
     }
 
+    /// A server that was started with a directory in which other weights lie by now: those of a version.
     fn with(options: DiskOptions) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (next, manifest) = version(dir.path());
         let vllm = Vllm::start(next.dir());
-        let label = manifest.label();
         {
             let mut server = vllm.server();
             server.weights = Some(digest(&checkpoint(&dir.path().join("a"), 1, 4)));
-            server.truths.insert(label.clone(), digest(next.dir()));
+            server.truths.insert(manifest.label(), digest(next.dir()));
         }
         let activator = DiskActivator::new(&vllm.url(), options).unwrap();
-        Self { vllm, activator, next, manifest, label, _dir: dir }
-    }
-
-    fn activate(&mut self) -> Result<(), BoxError> {
-        let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let limit = &Limit::within(Duration::from_secs(60));
-        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
-        self.activator.activate(&target).map(drop)
-    }
-
-    fn fails(&mut self) -> Error {
-        *self.activate().unwrap_err().downcast::<Error>().unwrap()
-    }
-
-    /// Paused, under a label that is no version's.
-    fn is_fenced(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), None);
-        assert!(self.activator.is_paused(), "it says so");
-        let server = self.vllm.server();
-        assert!(server.paused && server.label.ends_with("?partial"), "{}", server.label);
-        assert_eq!(server.lies, Vec::<String>::new());
-    }
-
-    /// Generates with the version's weights, under its label.
-    fn serves(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
-        let server = self.vllm.server();
-        assert!(!server.paused);
-        assert_eq!((server.weights, &server.lies[..]), (Some(digest(self.next.dir())), &[][..]));
+        Self::of(vllm, activator, (next, manifest), dir)
     }
 }
 
@@ -96,7 +57,7 @@ fn activate_asks_in_the_order_of_every_engine() {
     assert_eq!(scene.activator.serving().unwrap(), None, "`default` is no label of ours");
     scene.activate().unwrap();
     scene.serves();
-    let mut calls = scene.vllm.server().calls.clone();
+    let mut calls = scene.engine.server().calls.clone();
     let begin = calls.iter().position(|call| call.starts_with("/pause")).unwrap();
     let asked = calls.remove(begin + 4);
     assert_eq!(
@@ -104,7 +65,7 @@ fn activate_asks_in_the_order_of_every_engine() {
         ("/init_weight_transfer_engine", &ORDER.map(String::from)[..])
     );
     scene.activate().unwrap();
-    let again = scene.vllm.server().calls[calls.len() + 1..].to_vec();
+    let again = scene.engine.server().calls[calls.len() + 1..].to_vec();
     assert_eq!(again, ORDER, "nothing else for a process that is known");
 }
 
@@ -116,7 +77,7 @@ fn activate_each_pause_mode_in_the_servers_words() {
     ] {
         let mut scene = Scene::with(DiskOptions::default().with_client(patient()).with_pause(pause));
         scene.activate().unwrap();
-        let seen = scene.vllm.server().calls.clone();
+        let seen = scene.engine.server().calls.clone();
         let begin = seen.iter().position(|call| call.starts_with("/pause")).unwrap();
         assert_eq!(seen[begin..begin + 2], calls, "{pause:?}");
     }
@@ -138,14 +99,14 @@ fn activate_failed_load_fences_until_one_succeeds() {
         let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
         let mut scene = Scene::with(DiskOptions::default().with_client(client));
         for _ in 0..2 {
-            scene.vllm.fault("POST /collective_rpc", fault.clone());
+            scene.engine.fault("POST /collective_rpc", fault.clone());
             let error = scene.fails();
             assert!(error.to_string().contains("/collective_rpc"), "{fault:?}: {error}");
             scene.is_fenced();
         }
         // The next follower does not know what happened, and has the engine load first all the same.
         let options = DiskOptions::default().with_client(patient());
-        scene.activator = DiskActivator::new(&scene.vllm.url(), options).unwrap();
+        scene.activator = DiskActivator::new(&scene.engine.url(), options).unwrap();
         scene.is_fenced();
         scene.activate().unwrap();
         scene.serves();
@@ -153,7 +114,7 @@ fn activate_failed_load_fences_until_one_succeeds() {
 }
 
 #[test]
-fn activate_failure_before_the_load_goes_on_with_the_old_weights() {
+fn activate_failure_before_the_load_keeps_the_old_weights() {
     for (call, fault) in [
         ("POST /pause", Fault::Answer(200, r#"{"status": "ok"}"#)),
         ("POST /reset_prefix_cache", Fault::Answer(409, "held")),
@@ -162,10 +123,10 @@ fn activate_failure_before_the_load_goes_on_with_the_old_weights() {
         ("POST /update_weight_version", Fault::KeepLabel),
     ] {
         let mut scene = Scene::new();
-        scene.vllm.fault(call, fault.clone());
+        scene.engine.fault(call, fault.clone());
         scene.fails();
         assert!(!scene.activator.is_paused(), "{call} {fault:?}");
-        let server = scene.vllm.server();
+        let server = scene.engine.server();
         assert_eq!((server.paused, server.label.as_str()), (false, "default"), "{call} {fault:?}");
         assert!(!server.calls.iter().any(|call| call.starts_with("/collective_rpc")), "{call} {fault:?}");
     }
@@ -176,16 +137,16 @@ fn serving_after_a_restart_is_no_version() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
     scene.serves();
-    scene.vllm.restart();
+    scene.engine.restart();
     assert_eq!(scene.activator.serving().unwrap(), None, "the label went with the process");
     scene.activate().unwrap();
     scene.serves();
-    scene.vllm.fault("POST /collective_rpc", Fault::Half(None));
+    scene.engine.fault("POST /collective_rpc", Fault::Half(None));
     scene.fails();
     scene.is_fenced();
-    scene.vllm.restart();
+    scene.engine.restart();
     assert_eq!(scene.activator.serving().unwrap(), None);
-    assert!(!scene.vllm.server().paused, "the weights of its start are known");
+    assert!(!scene.engine.server().paused, "the weights of its start are known");
     scene.activate().unwrap();
     scene.serves();
 }
@@ -193,13 +154,16 @@ fn serving_after_a_restart_is_no_version() {
 #[test]
 fn activate_server_of_another_directory_is_refused() {
     let mut scene = Scene::new();
-    let other = checkpoint(&scene._dir.path().join("other"), 1, 4);
-    scene.vllm.server().root = other.clone();
+    let other = checkpoint(&scene.dir.path().join("other"), 1, 4);
+    scene.engine.server().root = other.clone();
     let refused = scene.fails().to_string();
     for directory in [&other, &scene.next.dir().to_path_buf()] {
         assert!(refused.contains(directory.to_str().unwrap()), "{refused}");
     }
-    assert!(!scene.vllm.server().calls.iter().any(|call| call.starts_with("/pause")), "nothing was touched");
+    assert!(
+        !scene.engine.server().calls.iter().any(|call| call.starts_with("/pause")),
+        "nothing was touched"
+    );
 }
 
 #[test]
@@ -208,13 +172,16 @@ fn activate_quantised_weights_is_refused() {
     scene.next = in_fp8(scene.next.dir());
     let refused = scene.fails().to_string();
     assert!(refused.contains("quantization of the checkpoint should be none"), "{refused}");
-    assert!(!scene.vllm.server().calls.iter().any(|call| call.starts_with("/pause")), "nothing was touched");
+    assert!(
+        !scene.engine.server().calls.iter().any(|call| call.starts_with("/pause")),
+        "nothing was touched"
+    );
 }
 
 #[test]
 fn activate_server_without_development_mode_is_refused() {
     let mut scene = Scene::new();
-    scene.vllm.server().dev_mode = false;
+    scene.engine.server().dev_mode = false;
     let refused = scene.fails().to_string();
     assert!(refused.contains("VLLM_SERVER_DEV_MODE=1"), "{refused}");
 }

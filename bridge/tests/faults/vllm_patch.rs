@@ -2,22 +2,16 @@
 //! it never claims weights that it does not have.
 
 use std::fs;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use driftless_bridge::Error;
 use driftless_bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
 use driftless_bridge::engine::{ClientOptions, PauseMode};
 use driftless_testkit::sglang::{checkpoint, patient, short, version};
 use driftless_testkit::vllm::{Fault, Vllm, digest};
-use driftless_transport::Checkpoint;
-use driftless_transport::activate::{Activate, Limit, Target};
-use driftless_transport::manifest::Manifest;
-use driftless_transport::prepared::offer_path;
-use serde_json::json;
+use driftless_transport::activate::Activate as _;
+use serde_json::Value;
 
-use crate::patch::started;
-use crate::plugins_in;
+use crate::scene::{self, WithPlugin, plugins_in};
 
 const PAUSE: &str = "/pause?mode=keep";
 const EMPTY: &str = "/reset_prefix_cache?reset_running_requests=true";
@@ -29,22 +23,14 @@ const RESUME: &str = "/resume";
 
 const BASE: &str = "3f0c9a12b7de:0";
 
-/// A server that serves the base of a version which its backend has prepared.
-struct Scene {
-    vllm: Vllm,
-    activator: DiskActivator,
-    next: Checkpoint,
-    manifest: Manifest,
-    label: String,
-    plugins: PathBuf,
-    _dir: tempfile::TempDir,
-}
+type Scene = scene::Scene<WithPlugin<Vllm>, DiskActivator>;
 
 impl Scene {
     fn new() -> Self {
         Self::with(patient(), PauseMode::Retract)
     }
 
+    /// A server that serves the base of a version which its backend has prepared.
     fn with(client: ClientOptions, pause: PauseMode) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (next, manifest) = version(dir.path());
@@ -53,56 +39,24 @@ impl Scene {
         {
             let mut server = vllm.server();
             (server.backend, server.weights, server.label) = (true, Some(base), BASE.into());
-            server.truths.extend([(label.clone(), digest(next.dir())), (BASE.into(), base)]);
+            server.truths.extend([(label, digest(next.dir())), (BASE.into(), base)]);
         }
         let plugins = plugins_in(dir.path());
         let plugin = PluginOptions::new(&plugins).with_deadline(Duration::from_millis(20));
         let options = DiskOptions::default().with_client(client).with_pause(pause).with_plugin(plugin);
         let activator = DiskActivator::new(&vllm.url(), options).unwrap();
-        let scene = Self { vllm, activator, next, manifest, label, plugins, _dir: dir };
-        scene.prepares();
+        let engine = WithPlugin { port: vllm.address.port(), engine: vllm, plugins };
+        let scene = Self::of(engine, activator, (next, manifest), dir);
+        scene.offers(&scene.label);
+        scene.says(&scene.label, Value::Null);
         scene
-    }
-
-    /// The backend has prepared the version.
-    fn prepares(&self) {
-        let offer = offer_path(&self.plugins, self.next.dir()).unwrap();
-        fs::write(&offer, [b"dftlpre2".as_slice(), &[0; 56]].concat()).unwrap();
-        let name = offer.file_name().unwrap().to_str().unwrap();
-        let content = json!({"pid": std::process::id(), "start": started(), "ranks": 1, "why_not": null,
-            "deltas": {name: {"target": self.label, "why_not": null}}});
-        fs::write(self.rank(), content.to_string()).unwrap();
-    }
-
-    fn rank(&self) -> PathBuf {
-        self.plugins.join(format!("rank-{}-0.json", self.vllm.address.port()))
-    }
-
-    fn activate(&mut self) -> Result<(), Error> {
-        let limit = Limit::within(Duration::from_secs(60));
-        let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
-        self.activator.activate(&target).map(drop).map_err(|error| *error.downcast::<Error>().unwrap())
     }
 
     /// The calls since the last pause began.
     fn calls(&self) -> Vec<String> {
-        let calls = self.vllm.server().calls.clone();
+        let calls = self.engine.server().calls.clone();
         let begin = calls.iter().rposition(|call| call.starts_with("/pause")).unwrap_or(calls.len());
         calls[begin..].to_vec()
-    }
-
-    fn serves(&mut self) {
-        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
-        let server = self.vllm.server();
-        assert!(!server.paused);
-        assert_eq!((server.weights, &server.lies[..]), (Some(digest(self.next.dir())), &[][..]));
-    }
-
-    fn is_fenced(&self) {
-        let server = self.vllm.server();
-        assert!(server.paused && server.label.ends_with("?partial"), "{}", server.label);
-        assert_eq!(server.lies, Vec::<String>::new());
     }
 }
 
@@ -112,7 +66,7 @@ fn activate_prepared_version_is_patched_behind_a_fence() {
     scene.activate().unwrap();
     assert_eq!(scene.calls(), [PAUSE, EMPTY, LABEL, UPDATE[0], UPDATE[1], UPDATE[2], RESUME]);
     scene.serves();
-    assert!(!scene.vllm.server().updating);
+    assert!(!scene.engine.server().updating);
 
     let mut scene = Scene::with(patient(), PauseMode::InPlace);
     scene.activate().unwrap();
@@ -123,9 +77,9 @@ fn activate_prepared_version_is_patched_behind_a_fence() {
 }
 
 #[test]
-fn activate_version_that_the_backend_refuses_is_loaded_in_the_same_pause() {
+fn activate_refused_patch_is_a_load_in_the_same_pause() {
     let mut scene = Scene::new();
-    scene.vllm.fault("POST /update_weights", Fault::Unprepared);
+    scene.engine.fault("POST /update_weights", Fault::Unprepared);
     scene.activate().unwrap();
     let load = [EMPTY, LABEL, RELOAD, TELL, LABEL, RESUME];
     assert_eq!(scene.calls(), [&[PAUSE, EMPTY, LABEL, UPDATE[0], UPDATE[1]][..], &load].concat());
@@ -151,13 +105,13 @@ fn activate_failed_patch_fences_until_a_load_succeeds() {
     ] {
         let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
         let mut scene = Scene::with(client, PauseMode::Retract);
-        scene.vllm.fault(call, fault.clone());
+        scene.engine.fault(call, fault.clone());
         scene.activate().expect_err(call);
         scene.is_fenced();
         // The next follower does not know what happened.
-        let plugin = PluginOptions::new(&scene.plugins);
+        let plugin = PluginOptions::new(&scene.engine.plugins);
         let options = DiskOptions::default().with_client(patient()).with_plugin(plugin);
-        scene.activator = DiskActivator::new(&scene.vllm.url(), options).unwrap();
+        scene.activator = DiskActivator::new(&scene.engine.url(), options).unwrap();
         assert_eq!(scene.activator.serving().unwrap(), None, "{call} {fault:?}");
         scene.is_fenced();
         scene.activate().unwrap();
@@ -171,32 +125,43 @@ fn activate_failed_patch_fences_until_a_load_succeeds() {
 }
 
 #[test]
-fn activate_unprepared_version_is_loaded_and_the_backend_is_told_of_it() {
+fn activate_unprepared_version_loads_and_tells_the_backend() {
     let mut scene = Scene::new();
-    fs::remove_file(scene.rank()).unwrap();
+    fs::remove_file(scene.rank(0)).unwrap();
     for _ in 0..2 {
         scene.activate().unwrap();
         assert_eq!(scene.calls(), [PAUSE, EMPTY, LABEL, RELOAD, TELL, LABEL, RESUME]);
         scene.serves();
-        let told = scene.vllm.server().told.clone();
-        assert_eq!(told, Some((scene.vllm.address.port().into(), format!("{}?partial", scene.label))));
+        let told = scene.engine.server().told.clone();
+        assert_eq!(told, Some((scene.engine.address.port().into(), format!("{}?partial", scene.label))));
     }
+}
+
+#[test]
+fn activate_server_with_a_backend_of_format_1_loads() {
+    let mut scene = Scene::new();
+    let mut said = scene.told(1, &scene.label, Value::Null);
+    said.as_object_mut().unwrap().remove("format").unwrap();
+    fs::write(scene.rank(0), said.to_string()).unwrap();
+    scene.activate().unwrap();
+    assert_eq!(scene.calls(), [PAUSE, EMPTY, LABEL, RELOAD, TELL, LABEL, RESUME]);
+    scene.serves();
 }
 
 #[test]
 fn activate_server_without_the_backend_asks_each_process_once() {
     let mut scene = Scene::new();
-    fs::remove_file(scene.rank()).unwrap();
-    scene.vllm.server().backend = false;
-    let asked = |scene: &Scene| scene.vllm.server().calls.iter().filter(|call| *call == TELL).count();
+    fs::remove_file(scene.rank(0)).unwrap();
+    scene.engine.server().backend = false;
+    let asked = |scene: &Scene| scene.engine.server().calls.iter().filter(|call| *call == TELL).count();
     for expected in [1, 1] {
         scene.activate().unwrap();
         assert_eq!(asked(&scene), expected);
         scene.serves();
     }
-    scene.vllm.restart();
-    scene.vllm.server().backend = true;
+    scene.engine.restart();
+    scene.engine.server().backend = true;
     scene.activate().unwrap();
     assert_eq!(asked(&scene), 2, "it may have been started with the backend");
-    assert!(scene.vllm.server().told.is_some());
+    assert!(scene.engine.server().told.is_some());
 }

@@ -17,7 +17,7 @@ use driftless_bridge::activate::{DiskActivator, DiskOptions};
 use driftless_bridge::engine::{LiveWeights, PauseMode};
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::sglang::conformance::{self, Subject};
-use driftless_bridge::sglang::{Client, Dialect, checksums};
+use driftless_bridge::sglang::{Client, Dialect};
 use driftless_bridge::{
     ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams,
 };
@@ -102,8 +102,9 @@ fn activation_under_load() {
             let parsed: Label = label.parse().unwrap();
             let behind = runtime.block_on(fleet.wait_for_those_up(&parsed, Duration::from_secs(10))).unwrap();
             assert_eq!(behind, [] as [String; 0]);
-            let sums = checksums(checkpoint, checkpoint.dir()).unwrap();
-            let live = runtime.block_on(fleet.engines()[0].check_live(&sums)).unwrap();
+            let engine = &fleet.engines()[0];
+            let sums = engine.sums(checkpoint, checkpoint.dir()).unwrap();
+            let live = runtime.block_on(engine.check_live(&sums)).unwrap();
             assert_eq!(live, LiveWeights::Equal);
             assert_eq!(runtime.block_on(busy).unwrap().unwrap().output_ids.len(), 30);
         }

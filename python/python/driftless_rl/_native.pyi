@@ -1,5 +1,7 @@
 """The native half of driftless. Its public half is ``driftless_rl``."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 __version__: str
@@ -135,17 +137,42 @@ class Follower:
     def close(self) -> None: ...
 
 def checkpoint_tensors(directory: Any) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype as safetensors calls it, and shape of each tensor of a checkpoint directory.
+    """Name, dtype as torch calls it, and shape of each tensor of a checkpoint directory.
 
     Raises:
-        RefusedError, StoreError: it is none.
+        RefusedError, StoreError: it is none, or has a tensor of a dtype that is not patched.
     """
+
+REFUSES: int
+"""A rank's vote: it can neither write the delta nor have the engine load, or could not write it."""
+LOADS: int
+"""A rank's vote: it has nothing prepared."""
+PATCHES: int
+"""A rank's vote: it is ready to write the delta, or has written it."""
+
+def plugin_dir() -> Path:
+    """The directory where plugins and followers of this user meet: ``DRIFTLESS_PLUGIN_DIR``, or one in shared memory."""
+
+def patch_refused(label: str, why: str) -> str:
+    """What a follower is answered where the patch to ``label`` was not written."""
 
 def refuse_patches(directory: Any, rank: tuple[int, int, int], why: str) -> None:
     """Tells followers that this rank never patches. ``directory``, ``rank``: as for :class:`LiveModel`."""
 
 def announce_server(directory: Any, port: int) -> None:
     """Tells followers that the HTTP server of this process has its engine patched without a pause."""
+
+@final
+class Patch:
+    """What a patch did at a rank."""
+
+    def reply(self, stood_still: float, cache_dropped: bool | None) -> str:
+        """What a follower is answered.
+
+        Args:
+            stood_still: seconds for which the engine's thread stood still.
+            cache_dropped: whether the cache of the old weights is empty; None: it was left alone.
+        """
 
 @final
 class LiveModel:
@@ -180,13 +207,13 @@ class LiveModel:
         """
     def loaded(self, label: str | None) -> None:
         """The engine loaded weights under a label, or somebody changed them. A fence's label counts as its version's."""
-    def patch(self, label: str, least: Callable[[int], int] | None) -> tuple[int, float, float] | None:
-        """Makes the weights those of ``label``: elements that changed, seconds that they took to write, and that they took to
-        prepare. None if they are not prepared for it at every rank. Other threads run meanwhile; none may read the weights.
+    def patch(self, label: str, least: Callable[[int], int] | None) -> Patch | None:
+        """Makes the weights those of ``label``. None if they are not prepared for it at every rank. Other threads run
+        meanwhile; none may read the weights.
 
         Args:
             label: the version's.
-            least: is given this rank's vote, and returns the least of all ranks': 0 refuses, 1 has nothing prepared, 2 patches.
+            least: is given this rank's vote, and returns the least of all ranks'.
                 It is called before anything is written, and once more, where all ranks are ready, when all have tried to.
                 None: there is one rank.
 

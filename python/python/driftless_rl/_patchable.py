@@ -1,13 +1,12 @@
 """A model whose weights are patched: what its trace has learned, in native hands."""
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ._native import LiveModel, announce_server, checkpoint_tensors, refuse_patches
+from ._native import PATCHES, REFUSES, LiveModel, Patch, checkpoint_tensors, refuse_patches
 from ._errors import EngineError
 from ._trace import learn
 
@@ -15,25 +14,8 @@ from ._trace import learn
 # tensors that it holds a part of. 1 % of bf16 elements take a 25th.
 _ARENA_PART = 24
 
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
 # A rank of an engine: the engine's port, which rank, of how many.
 Rank = tuple[int, int, int]
-
-
-def directory() -> Path:
-    """``DRIFTLESS_PLUGIN_DIR``, or one in shared memory for each user."""
-    return Path(os.environ.get("DRIFTLESS_PLUGIN_DIR") or f"/dev/shm/driftless-{os.geteuid()}")
-
-
-# What a rank would do with a patch. The least of all ranks' votes is what each of them does.
-REFUSES, LOADS, PATCHES = range(3)
 
 
 def refuse(where: Path, rank: Rank, why: str) -> None:
@@ -41,11 +23,7 @@ def refuse(where: Path, rank: Rank, why: str) -> None:
     refuse_patches(where, rank, why)
 
 
-def announce(port: int) -> None:
-    """Tells followers that the HTTP server of this process, on ``port``, has its engine patched without a pause."""
-    announce_server(directory(), port)
-
-
+# A vote is REFUSES, LOADS or PATCHES: what a rank would do with a patch. The least of all ranks' is what each does.
 def least(vote: int, group: torch.distributed.ProcessGroup | None) -> int:
     """The least vote of all ranks of a group of this host's processes; None is one rank."""
     if group is None:
@@ -62,8 +40,8 @@ class Patchable:
         self._live, self._derive, self._ranks = live, derive, ranks
         self.loaded = live.loaded
 
-    def patch(self, label: str, group: torch.distributed.ProcessGroup | None = None) -> str | None:
-        """Makes the weights those of ``label``, and says so; None if they are not prepared for it at every rank.
+    def patch(self, label: str, group: torch.distributed.ProcessGroup | None = None) -> Patch | None:
+        """Makes the weights those of ``label``, and says how; None if they are not prepared for it at every rank.
 
         All ranks of ``group`` call this together, and either all or none of them has the version then.
 
@@ -85,15 +63,11 @@ class Patchable:
             return least(vote, group)
 
         try:
-            done = self._live.patch(label, agree if self._derive is not None or group is not None else None)
+            return self._live.patch(label, agree if self._derive is not None or group is not None else None)
         except Exception as error:
             if asked > 1:
                 self._make_derived()
             raise failed or error
-        if done is None:
-            return None
-        changes, wrote, prepared = done
-        return f"patched to {label}, {changes} elements in {1e3 * wrote:.3f} ms, prepared in {1e3 * prepared:.3f} ms"
 
     def _make_derived(self) -> None:
         """Makes anew what the model derives from its weights."""
@@ -110,12 +84,11 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
 
     Raises:
         Untraceable: a model that cannot be patched.
-        Error, ValueError: its checkpoint cannot be read, or ``where`` is not this user's alone.
+        Error: its checkpoint cannot be read or has tensors that are not patched, or ``where`` is not this user's alone.
     """
     tensors = checkpoint_tensors(checkpoint)
-    if unknown := [f"{name} is {dtype}" for name, dtype, _ in tensors if dtype not in _DTYPES]:
-        raise ValueError(f"{unknown[0]}, which is not patched")
-    found = learn(model, {name: (tuple(shape), _DTYPES[dtype]) for name, dtype, shape in tensors})
+    shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, dtype, shape in tensors}
+    found = learn(model, shapes)
     names = {name: index for index, (name, _, _) in enumerate(tensors)}
     storages = {storage: index for index, storage in enumerate(found.live)}
     copies = [
@@ -130,6 +103,6 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
         for copy in made
     ]
     device = found.device.index if found.device.type == "cuda" else None
-    arena = sum(math.prod(shape) * _DTYPES[dtype].itemsize for _, dtype, shape in tensors) // _ARENA_PART
+    arena = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) // _ARENA_PART
     live = LiveModel(where, rank, tensors, list(found.live.values()), copies, found.slots, device, arena)
     return Patchable(live, found.derive, rank[2])

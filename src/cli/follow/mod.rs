@@ -12,6 +12,7 @@ use crate::cli::shared::{keys, numbers, paths, store};
 use driftless::bridge::ClientOptions;
 use driftless::bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
 use driftless::bridge::engine::{Deadlines, PauseMode};
+use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
 use driftless::http::Server;
 use driftless::store::Store;
@@ -325,9 +326,8 @@ fn plugin(args: &Args) -> Result<Option<PluginOptions>> {
     if pushes || args.plugin == PluginUse::Off || args.engine.is_empty() {
         return Ok(None);
     }
-    let user = || PathBuf::from(format!("/dev/shm/driftless-{}", rustix::process::geteuid().as_raw()));
-    let named = std::env::var_os("DRIFTLESS_PLUGIN_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    let dir = args.plugin_dir.clone().or(named).unwrap_or_else(user);
+    let usual = || plugin_dir(std::env::var_os(PLUGIN_DIR));
+    let dir = args.plugin_dir.clone().unwrap_or_else(usual);
     let required = args.plugin == PluginUse::Require;
     Ok(Some(PluginOptions::new(dir).with_required(required)))
 }

@@ -11,6 +11,7 @@ use axum::extract::{Request, State};
 use axum::http::{Method, StatusCode, request};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
+use driftless_bridge::live::{Cache, PatchDone, PluginReply};
 use serde_json::{Value, json};
 
 use super::Shared;
@@ -120,8 +121,8 @@ async fn fails(fault: Fault, engine: &Shared, body: &Value, run: impl Future<Out
             edited(run.await, wrong).await
         }
         Fault::KeepLabel => Json(json!({"success": true, "message": ""})).into_response(),
-        Fault::Patched => edited(run.await, said(label, ", cache dropped, 16.250 ms in all")).await,
-        Fault::PatchedOnly => edited(run.await, said(label, "")).await,
+        Fault::Patched => edited(run.await, said(label, Some(Cache::Dropped))).await,
+        Fault::PatchedOnly => edited(run.await, said(label, None)).await,
         Fault::Unflushed | Fault::Rollback | Fault::Half(_) => {
             let response = engine.lock().unwrap().loads(&fault, body);
             if matches!(fault, Fault::Half(None)) { end_connection() } else { response }
@@ -154,8 +155,10 @@ impl Engine {
 }
 
 /// What a plugin says of an update to `label`.
-fn said(label: &str, cache: &str) -> impl FnOnce(&mut Value) {
-    let message = format!("driftless: patched to it{cache}. Weight version updated to {label}.");
+fn said(label: &str, cache: Option<Cache>) -> impl FnOnce(&mut Value) {
+    let (elements, prepared_us, wrote_us, stood_still_us) = (1, 900, 250, 16_250);
+    let done = PatchDone { label: label.to_owned(), elements, prepared_us, wrote_us, stood_still_us, cache };
+    let message = format!("{}. Weight version updated to {label}.", PluginReply::Done(done));
     move |reply| reply["message"] = message.into()
 }
 

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftless_bridge::engine::LiveWeights;
-use driftless_bridge::sglang::checksums;
 use driftless_bridge::{Fleet, Label};
 use driftless_transport::gc::Ack;
 use driftless_transport::manifest::Manifest;
@@ -256,14 +255,13 @@ pub(super) async fn check_equal(
     snapshot: &dyn Snapshot,
     place: &Path,
 ) -> Result<u64> {
-    let expected = checksums(snapshot, place)?;
     let mut checked = 0;
     let there = fleet.status().into_iter().map(|status| {
         let serving = status.serving.and_then(|serving| serving.parse::<Label>().ok());
         status.up && serving.is_some_and(|serving| serving.at_least(label))
     });
     for (engine, _) in fleet.engines().into_iter().zip(there).filter(|(_, there)| *there) {
-        match engine.check_live(&expected).await? {
+        match engine.check_live(&engine.sums(snapshot, place)?).await? {
             LiveWeights::Equal => checked += 1,
             LiveWeights::Unchecked { reason } => {
                 return Err(Error::NotComparable { engine: engine.engine().url().to_owned(), reason });

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 
 use super::{Kernel, Machine, THREADS};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// See `patch.cu`.
 const PTX: &str = include_str!("patch.ptx");

@@ -18,7 +18,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use super::layout::Layout;
 use super::memory::{Found, Memory};
 use super::part::{Part, Parts};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 pub(super) use cuda::Cuda;
 

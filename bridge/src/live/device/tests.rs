@@ -244,7 +244,7 @@ fn a_launch_that_fails_leaves_the_weights() {
 }
 
 #[test]
-fn the_kernels_have_the_names_and_the_layout_that_they_are_asked_for() {
+fn kernels_have_the_names_and_the_layout_that_is_asked_for() {
     let ptx = include_str!("patch.ptx");
     assert!(ptx.contains(".visible .entry patch(") && ptx.contains(".visible .entry checksum("));
     assert!(!ptx.contains('\0'));

@@ -65,12 +65,12 @@ pub(super) async fn paused(subject: &Subject) -> Checked {
 
 pub(super) async fn checksums(subject: &Subject) -> Checked {
     let engine = Attached::attach(subject.engine(), &subject.expected()?).await?;
-    let second = crate::sglang::checksums(&Checkpoint::open(&subject.second)?, &subject.second)?;
+    let second = engine.sums(&Checkpoint::open(&subject.second)?, &subject.second)?;
     let found = engine.check_live(&second).await?;
     if !engine.identity().checksums_comparable() {
         return ensure(matches!(found, LiveWeights::Unchecked { .. }), || format!("{found:?}"));
     }
-    let first = crate::sglang::checksums(&Checkpoint::open(&subject.first)?, &subject.first)?;
+    let first = engine.sums(&Checkpoint::open(&subject.first)?, &subject.first)?;
     match engine.check_live(&first).await {
         Err(Error::LiveWeights { .. }) => {}
         other => return Err(format!("checksums of other weights should differ, found {other:?}").into()),

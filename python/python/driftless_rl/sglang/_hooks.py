@@ -91,10 +91,15 @@ def _register_server(registry, types) -> None:
 
 
 def _made(result, manager, *args, **kwargs) -> None:
-    """The server will hand requests on: followers may ask for patches without a pause."""
-    from .. import _patchable
+    """The server will hand requests on."""
+    _announce(manager)
 
-    _quietly(lambda: _patchable.announce(manager.server_args.port))
+
+def _announce(manager) -> None:
+    """Tells followers that they may ask for patches without a pause."""
+    from .._native import announce_server, plugin_dir
+
+    _quietly(lambda: announce_server(plugin_dir(), manager.server_args.port))
 
 
 def _asks_only(request) -> bool:
@@ -120,6 +125,8 @@ class _Paused:
 
 
 def _handed_on(original, manager, obj, *args, **kwargs):
+    # Its file may have been removed since.
+    _announce(manager)
     return original(_Paused(manager) if _asks_only(obj) else manager, obj, *args, **kwargs)
 
 
@@ -132,11 +139,12 @@ def _loaded(result, runner, *args, **kwargs) -> None:
         import torch
 
         from .. import _patchable
+        from .._native import plugin_dir
 
         arguments = runner.server_args
         # Engines with other kinds of parallelism are not followed.
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        place = (_patchable.directory(), (arguments.port, rank, arguments.tp_size))
+        place = (plugin_dir(), (arguments.port, rank, arguments.tp_size))
         refuse = lambda why: _patchable.refuse(*place, why)
         if getattr(arguments, "enable_memory_saver", False):
             raise ValueError("its weights may be released (--enable-memory-saver)")
@@ -171,17 +179,17 @@ def _group(manager):
     return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
 
 
-def _drop_cache(flush) -> str:
-    """Drops what the cache has of the old weights, unless requests hold it. Says what came of it, if ``flush`` can be
+def _drop_cache(flush) -> bool | None:
+    """Drops what the cache has of the old weights, unless requests hold it: whether it did. None if ``flush`` cannot be
     asked. A request that asks for it itself ends some releases where requests hold the cache."""
     if flush is None:
-        return ""
+        return None
     try:
         keeps_memory = "empty_cache" in inspect.signature(flush).parameters
-        return ", cache dropped" if (flush(empty_cache=False) if keeps_memory else flush()) else ", cache kept"
+        return bool(flush(empty_cache=False) if keeps_memory else flush())
     except Exception as error:
         _log.warning("driftless: the cache is left to the follower: %s", error)
-        return ""
+        return None
 
 
 def _live(holder):
@@ -197,6 +205,8 @@ def _changed(holder, *args, **kwargs) -> None:
 
 
 def _update_from_disk(original, holder, *args, **kwargs):
+    from .._native import patch_refused
+
     began, label = time.perf_counter(), _request.label
     flush, group, only_patch = _request.flush, _request.group, _request.only_patch
     # A draft model's updater is called for the same request.
@@ -209,13 +219,15 @@ def _update_from_disk(original, holder, *args, **kwargs):
             if done is None and only_patch:
                 raise LookupError("nothing is prepared for it")
         except Exception as error:  # nothing may leave: SGLang would end
-            _log.warning("driftless: not patched to %s: %s", label, error)
+            reply = patch_refused(label or "", f"{type(error).__name__}: {error}")
+            _log.warning("%s", reply)
             # Only the follower that offered the delta asks for its label. It fences the engine, and asks for a load.
-            return False, f"driftless: not patched to {label}: {type(error).__name__}: {error}"
+            return False, reply
         if done is not None:
-            done += f"{_drop_cache(flush)}, {1e3 * (time.perf_counter() - began):.3f} ms in all"
-            _log.info("driftless: %s", done)
-            return True, f"driftless: {done}."
+            dropped = _drop_cache(flush)
+            reply = done.reply(time.perf_counter() - began, dropped)
+            _log.info("%s", reply)
+            return True, f"{reply}."
     if model is None:
         return original(holder, *args, **kwargs)
     model.loaded(None)
@@ -225,12 +237,13 @@ def _update_from_disk(original, holder, *args, **kwargs):
     return result
 
 
-def _patch(model, label: str, group) -> str | None:
-    """What was patched; None if nothing is prepared. A rank without a model has its vote as well: the others wait for it."""
+def _patch(model, label: str, group):
+    """How it was patched; None if nothing is prepared. A rank without a model has its vote as well: the others wait for it."""
     if model is not None:
         return model.patch(label, group)
     if group is not None:
         from .. import _patchable
+        from .._native import LOADS
 
-        _patchable.least(_patchable.LOADS, group)
+        _patchable.least(LOADS, group)
     return None

@@ -1,5 +1,6 @@
 """The backend's engine, which vLLM makes in each worker beside the model. vLLM must be there."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from vllm.logger import init_logger
 
 from .. import _patchable
 from .._errors import EngineError
+from .._native import patch_refused, plugin_dir
 
 # A name below vLLM's, so that it is logged as vLLM's own lines are.
 _log = init_logger("vllm.driftless")
@@ -61,7 +63,7 @@ class DriftlessWeightTransferEngine(WeightTransferEngine[Loaded, Wanted]):
     def _learn(self, port: int) -> _patchable.Patchable | None:
         """The live model; None for one that is not patched, of which followers are told."""
         parallel = self.parallel_config
-        place = (_patchable.directory(), (port, parallel.rank, parallel.world_size))
+        place = (plugin_dir(), (port, parallel.rank, parallel.world_size))
         try:
             self._check()
             with set_current_vllm_config(self.vllm_config):
@@ -90,14 +92,14 @@ class DriftlessWeightTransferEngine(WeightTransferEngine[Loaded, Wanted]):
         Raises:
             EngineError: it is not prepared, or its base is not live. The weights are what they were.
         """
-        label = update_info.label
+        began, label = time.perf_counter(), update_info.label
         try:
             done = self._live.patch(label) if self._live is not None else None
             if done is None:
                 raise EngineError("no delta from the live version to it is prepared here")
         except Exception as error:
-            raise EngineError(f"driftless: not patched to {label}: {type(error).__name__}: {error}") from error
-        _log.info("driftless: %s", done)
+            raise EngineError(patch_refused(label, f"{type(error).__name__}: {error}")) from error
+        _log.info("%s", done.reply(time.perf_counter() - began, None))
 
     def finish_weight_update(self) -> None:
         """Nothing: vLLM takes the label behind it."""

@@ -29,18 +29,27 @@ impl State {
     /// Does what a client asks: the replies, to it and to those it wakes.
     pub(super) fn handle(&mut self, client: Client, request: Request) -> Result<Vec<Reply>, Violation> {
         if !self.greeted.contains(&client) {
-            return match request {
-                Request::Validate(MAGIC) => {
-                    self.greeted.insert(client);
-                    Ok(Vec::new())
-                }
-                Request::Validate(other) => Err(Violation::Greeting(other)),
-                _ => Err(Violation::Greeting(0)),
-            };
+            return self.greet(client, &request);
         }
         if self.waiting.contains_key(&client) && request != Request::CancelWait {
             return Err(Violation::Waiting);
         }
+        self.answer(client, request)
+    }
+
+    fn greet(&mut self, client: Client, request: &Request) -> Result<Vec<Reply>, Violation> {
+        match request {
+            Request::Validate(MAGIC) => {
+                self.greeted.insert(client);
+                Ok(Vec::new())
+            }
+            Request::Validate(other) => Err(Violation::Greeting(*other)),
+            _ => Err(Violation::Greeting(0)),
+        }
+    }
+
+    /// Does what a client asks that has greeted and waits for nothing.
+    fn answer(&mut self, client: Client, request: Request) -> Result<Vec<Reply>, Violation> {
         let reply = |bytes: Vec<u8>| Ok(vec![(client, bytes)]);
         match request {
             Request::Validate(MAGIC) => Ok(Vec::new()),
