@@ -20,11 +20,13 @@ pub(crate) enum Need {
     Arm,
     Macos,
     Gpu,
+    /// What vLLM's kernels for the CPU are compiled for.
+    Avx2,
 }
 
 impl Need {
     /// All, in an order in which they can be installed: `Python` takes the interpreter of `Sglang`.
-    pub(crate) const ALL: [Need; 12] = [
+    pub(crate) const ALL: [Need; 13] = [
         Need::Libtorch,
         Need::Sglang,
         Need::Smollm2,
@@ -37,6 +39,7 @@ impl Need {
         Need::Arm,
         Need::Macos,
         Need::Gpu,
+        Need::Avx2,
     ];
 
     /// What is missing and how to get it, or `None`.
@@ -62,6 +65,10 @@ impl Need {
                 let found = found.is_ok_and(|output| output.status.success() && !output.stdout.is_empty());
                 unless(found, "an NVIDIA GPU (nvidia-smi -L), and a libtorch for CUDA in LIBTORCH")
             }
+            Need::Avx2 => {
+                let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+                unless(processor.contains(" avx2 "), "a processor with AVX2 (/proc/cpuinfo)")
+            }
             Need::CargoFuzz => {
                 let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
                 let how = "cargo-fuzz on a nightly toolchain (cargo install --locked cargo-fuzz; \
@@ -71,7 +78,7 @@ impl Need {
         }
     }
 
-    /// Installs what is missing. A GPU cannot be.
+    /// Installs what is missing. A GPU or a processor cannot be.
     pub(crate) fn install(self) -> Result<()> {
         match self {
             Need::Libtorch => libtorch::install().map(drop),
@@ -87,7 +94,7 @@ impl Need {
             Need::Miri if self.missing().is_some() => foreign::install_miri(),
             Need::Arm if self.missing().is_some() => foreign::install_arm(),
             Need::Macos if self.missing().is_some() => foreign::install_macos(),
-            Need::CargoFuzz | Need::Miri | Need::Arm | Need::Macos | Need::Gpu => Ok(()),
+            Need::CargoFuzz | Need::Miri | Need::Arm | Need::Macos | Need::Gpu | Need::Avx2 => Ok(()),
         }
     }
 }

@@ -99,51 +99,62 @@ fn work(root: &Path) -> PathBuf {
     root.join("target/lanes/python")
 }
 
-/// Builds the wheel, installs it, and runs the tests.
-pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
-    let work = work(root);
-    let package = root.join("python");
-    let wheels = work.join("wheels");
+/// Builds the wheel: optimised as users get it, or as the tests are built, which have most of its crates already.
+pub(crate) fn build(root: &Path, cache: &Path, log: &Path, release: bool) -> Result<()> {
+    let wheels = work(root).join("wheels");
     // An older one would be ambiguous; that there may be none is fine.
     let _ = fs::remove_dir_all(&wheels);
     let mut build = Command::new(cache.join(HOME).join("bin/maturin"));
-    build.args(["build", "--release", "--locked", "--out"]).arg(&wheels).current_dir(&package);
+    build.args(["build", "--profile", if release { "release" } else { "dev" }]);
+    build.args(["--locked", "--out"]).arg(&wheels).current_dir(root.join("python"));
     process::run_logged(&mut build, log)?;
     let wheel = wheel(&wheels)?;
+    if release { check_size(&wheel) } else { Ok(()) }
+}
 
+/// Installs the wheel beside SGLang and the libraries that it knows, and runs the tests.
+pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
     let beside = [cache.join(HOME), sglang::home(cache)];
-    let python = venv(&work.join("venv"), cache, &wheel, &beside, log)?;
-    let pytest = |python: &Path| {
-        let mut tests = Command::new(python);
-        tests.args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider"]);
-        tests.current_dir(&package).env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
-        tests
-    };
-    let mut tests = pytest(&python);
+    let python = venv(root, "venv", cache, &beside, log)?;
+    let mut tests = pytest(root, &python);
     tests.arg("tests").args(VLLM_TESTS.map(|file| format!("--ignore={file}")));
     // Servers that the wheel's plugin patches.
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
-    process::run_logged(&mut tests, log)?;
-    let vllm = venv(&work.join("venv-vllm"), cache, &wheel, &[cache.join(VLLM_HOME)], log)?;
-    process::run_logged(pytest(&vllm).args(VLLM_TESTS), log)
+    process::run_logged(&mut tests, log)
+}
+
+/// Installs the wheel beside vLLM, and runs the tests.
+pub(crate) fn test_vllm(root: &Path, cache: &Path, log: &Path) -> Result<()> {
+    let python = venv(root, "venv-vllm", cache, &[cache.join(VLLM_HOME)], log)?;
+    process::run_logged(pytest(root, &python).args(VLLM_TESTS), log)
+}
+
+fn pytest(root: &Path, python: &Path) -> Command {
+    let mut tests = Command::new(python);
+    tests.args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider"]);
+    tests.current_dir(root.join("python"));
+    tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
+    tests
 }
 
 /// An environment with the wheel, which works alone, and after that sees the packages of others; its Python.
-fn venv(home: &Path, cache: &Path, wheel: &Path, others: &[PathBuf], log: &Path) -> Result<PathBuf> {
+fn venv(root: &Path, name: &str, cache: &Path, others: &[PathBuf], log: &Path) -> Result<PathBuf> {
+    let home = work(root).join(name);
     process::run_logged(
-        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(home),
+        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&home),
         log,
     )?;
     let python = home.join("bin/python");
     let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
+    let wheel = wheel(&work(root).join("wheels"))?;
     process::run_logged(uv(cache).args(install).arg(&python).arg(wheel), log)?;
-    let alone = crate::workspace().join("python/tests/alone.py");
+    let alone = root.join("python/tests/alone.py");
     process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
     let mut paths = String::new();
     for other in others {
         paths += &format!("{}\n", site(&python, other)?.display());
     }
-    let beside = site(&python, home)?.join("others.pth");
+    let beside = site(&python, &home)?.join("others.pth");
     fs::write(&beside, paths).map_err(|source| Error::io(&beside, source))?;
     Ok(python)
 }
@@ -180,22 +191,31 @@ pub(crate) fn learners(root: &Path, cache: &Path) -> Result<[Learner; 2]> {
     ])
 }
 
-/// The one wheel of a directory, which is not too large.
+/// The one wheel of a directory.
 fn wheel(dir: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(dir).map_err(|source| Error::io(dir, source))?;
     let found: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
-    let check = |expected: &str, found: String| Error::Check {
-        what: "the wheel".to_owned(),
-        expected: expected.to_owned(),
-        found,
-    };
-    let [wheel] = found.as_slice() else { return Err(check("one", found.len().to_string())) };
-    let bytes = fs::metadata(wheel).map_err(|source| Error::io(wheel, source))?.len();
-    println!("python   {bytes} bytes: {}", wheel.display());
-    if bytes > WHEEL_BYTES_MAX {
-        return Err(check("at most 25 MB", format!("{bytes} bytes")));
+    match found.as_slice() {
+        [wheel] => Ok(wheel.clone()),
+        _ => Err(Error::Check {
+            what: "the wheel (cargo xtask test wheel)".to_owned(),
+            expected: "one".to_owned(),
+            found: found.len().to_string(),
+        }),
     }
-    Ok(wheel.clone())
+}
+
+fn check_size(wheel: &Path) -> Result<()> {
+    let bytes = fs::metadata(wheel).map_err(|source| Error::io(wheel, source))?.len();
+    println!("wheel    {bytes} bytes: {}", wheel.display());
+    if bytes <= WHEEL_BYTES_MAX {
+        return Ok(());
+    }
+    Err(Error::Check {
+        what: "the wheel".to_owned(),
+        expected: "at most 25 MB".to_owned(),
+        found: format!("{bytes} bytes"),
+    })
 }
 
 /// SGLang's environment was made with it.
