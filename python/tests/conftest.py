@@ -61,6 +61,51 @@ def run_command(*arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+# What the plugins of the older wheel do, as far as engines and this package see it.
+PLUGIN = """
+def register():
+    from . import {hooks}
+    {hooks}.register()
+"""
+HOOKS = "def register():\n    print('hooked by the older wheel')\n"
+
+
+def write(path: Path, text: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# Loads the plugins of this environment as an engine does. Of those that are called, each says whose it is.
+LOAD_PLUGINS = """
+import {plugins} as plugins
+
+found = plugins.load_plugins_by_group
+
+def load(*args, **kwargs):
+    loaded = found(*args, **kwargs)
+    import {ours} as ours
+    ours.register = lambda: print("hooked by this wheel")
+    return loaded
+
+plugins.load_plugins_by_group = load
+plugins.{call}()
+"""
+
+
+def assert_this_wheel_hooks(folder: Path, where: str, **names: str) -> None:
+    """Loads an engine's plugins beside an older wheel: one of the two is called, and the log names the other."""
+    done = run_beside(folder, LOAD_PLUGINS.format(**names), where)
+    assert done.stdout.count("hooked by") == 1 and "hooked by this wheel" in done.stdout, done.stdout
+    assert "the plugin of the older wheel `driftless`" in done.stderr and "is refused" in done.stderr
+
+
+def run_beside(folder: Path, script: str, where: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script that finds the folder's packages, `first` or `last` of all."""
+    place = f"import sys; sys.path.insert({0 if where == 'first' else 'len(sys.path)'}, {str(folder)!r})\n"
+    command = [sys.executable, "-P", "-c", place + script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
@@ -80,3 +125,20 @@ def run_here(monkeypatch, capsys, tmp_path):
         return capsys.readouterr().out.splitlines()
 
     return run
+
+
+@pytest.fixture
+def older_wheel(tmp_path: Path) -> Path:
+    """A folder with an older wheel."""
+    package = tmp_path / "driftless"
+    for name in ("__init__.py", "_driftless.abi3.so", "sglang/_hooks.py", "vllm/_backend.py"):
+        write(package / name, HOOKS if "/" in name else "")
+    for plugin, hooks in (("sglang", "_hooks"), ("vllm", "_backend")):
+        write(package / plugin / "__init__.py", PLUGIN.format(hooks=hooks))
+    entries = (
+        "[sglang.srt.plugins]\ndriftless = driftless.sglang:register\n"
+        "[vllm.general_plugins]\ndriftless = driftless.vllm:register\n"
+    )
+    write(tmp_path / "driftless-0.1.0.dist-info/METADATA", "Metadata-Version: 2.4\nName: driftless\nVersion: 0.1.0\n")
+    write(tmp_path / "driftless-0.1.0.dist-info/entry_points.txt", entries)
+    return tmp_path

@@ -16,6 +16,7 @@ import driftless_rl
 import driftless_rl.vllm
 import pytest
 import torch
+from conftest import assert_this_wheel_hooks
 from sglang_models import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, make, step
 from torch import nn
 
@@ -271,6 +272,12 @@ def test_register_twice_is_one_backend():
     driftless_rl.vllm.register()
     driftless_rl.vllm.register()
     assert "driftless" in WeightTransferEngineFactory._registry
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_vllm_gets_one_backend_and_it_is_of_this_wheel(older_wheel, where):
+    names = {"plugins": "vllm.plugins", "ours": "driftless_rl.vllm._backend", "call": "load_general_plugins"}
+    assert_this_wheel_hooks(older_wheel, where, **names)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from ._errors import (
     TensorError,
     UsageError,
 )
+from . import _namesake
 from ._fleet import Fleet
 from ._follower import Follower
 from ._log import Group, RolloutLog, RolloutReader, Sample
@@ -62,6 +63,8 @@ __all__ = [
     "UsageError",
     "__version__",
 ]
+
+_namesake.warn()
 
 # What daemon threads are still publishing is stopped while its memory is there. Nothing of it is committed half.
 _atexit.register(_end, 30.0)

@@ -5,9 +5,20 @@ delta from the live version to the one that is asked for, ``/update_weights_from
 every other case SGLang loads the checkpoint, as it does without the plugin.
 """
 
+import functools
 
+from .. import _namesake
+
+
+@functools.cache
 def register() -> None:
-    """Hooks into the SGLang of this process, if its inner names are known. Imports no torch, starts no thread."""
+    """Hooks into the SGLang of this process, if its inner names are known. A second call does nothing.
+
+    Imports no torch, starts no thread.
+    """
     from . import _hooks
 
     _hooks.register()
+
+
+_namesake.take_over("sglang._hooks", register)

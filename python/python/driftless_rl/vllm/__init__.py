@@ -7,6 +7,8 @@ into the weights. In every other case the server loads the checkpoint, as it doe
 
 import functools
 
+from .. import _namesake
+
 
 @functools.cache
 def register() -> None:
@@ -28,3 +30,6 @@ def _ask_for_tiles() -> None:
     supported = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     if supported():
         torch.cpu._init_amx()
+
+
+_namesake.take_over("vllm._backend", register)
