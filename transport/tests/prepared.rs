@@ -146,6 +146,27 @@ fn follower_that_ends_removes_what_it_offered() {
 }
 
 #[test]
+fn start_removes_what_killed_followers_left_and_nothing_else() {
+    let mut fixture = Fixture::new();
+    fixture.step(40);
+    let mut replica = fixture.replica(0);
+    replica.advance(&fixture.run, MODEL, Version(1), None).unwrap();
+    let live = fixture.assert_offer(0, 1);
+    let left = fixture.plugins().join("delta-0123456789abcdef");
+    fs::copy(&live, &left).unwrap();
+    let mut other = Replica::open(fixture.dir.path().join("other")).unwrap();
+    other.set_plugin_dir(fixture.plugins());
+    assert_eq!(fixture.files(), [live.clone()]);
+    assert_eq!(fixture.assert_offer(0, 1), live);
+    drop(replica);
+    assert_eq!(fixture.files(), [] as [PathBuf; 0]);
+    fixture.mode(0o755);
+    fs::write(&left, "").unwrap();
+    other.set_plugin_dir(fixture.plugins());
+    assert_eq!(fixture.files(), [left], "others can write to the directory");
+}
+
+#[test]
 fn a_value_that_comes_back_over_two_versions_is_no_change() {
     let mut fixture = Fixture::new();
     fixture.step(40);

@@ -29,6 +29,8 @@ const HEAD_BYTES: usize = 64;
 const POSITION_BYTES: u64 = 4;
 /// Arrays, and the header, begin at multiples of this.
 const ALIGN: u64 = 64;
+/// How the names of files with prepared deltas begin.
+const DELTA: &str = "delta-";
 /// More than any model's.
 const HEADER_BYTES_MAX: u64 = 1 << 30;
 
@@ -371,5 +373,5 @@ pub fn offer_path(dir: &Path, checkpoint: &Path) -> Result<PathBuf> {
     let checkpoint =
         std::fs::canonicalize(checkpoint).map_err(|source| Error::io("resolve", checkpoint, source))?;
     let digest = ContentDigest::of(checkpoint.as_os_str().as_encoded_bytes()).to_string();
-    Ok(dir.join(format!("delta-{}", digest.get(..16).unwrap_or(&digest))))
+    Ok(dir.join(format!("{DELTA}{}", digest.get(..16).unwrap_or(&digest))))
 }

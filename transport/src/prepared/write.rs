@@ -14,7 +14,8 @@ use driftless_store::os::regular;
 use driftless_store::wait::lock;
 
 use super::{
-    ALIGN, HEAD_BYTES, Head, Header, POSITION_BYTES, PreparedTensor, PreparedVersion, checksum, offer_path,
+    ALIGN, DELTA, HEAD_BYTES, Head, Header, POSITION_BYTES, PreparedTensor, PreparedVersion, checksum,
+    offer_path,
 };
 use crate::error::{Error, Result};
 use crate::manifest::{Manifest, Tensor};
@@ -32,10 +33,13 @@ pub(crate) struct Offer {
 
 impl Offer {
     /// Offers in the plugins' directory `dir`, which need not exist, for the directory `checkpoint`. What a
-    /// process before this one left for it is removed.
+    /// process before this one left for it is removed, and so is what killed followers left for other directories.
     pub(crate) fn new(dir: PathBuf, checkpoint: &Path) -> Self {
         if let Ok(path) = offer_path(&dir, checkpoint) {
             remove(&path);
+        }
+        if check_dir(&dir).is_ok() {
+            sweep(&dir);
         }
         Self { dir, file: None }
     }
@@ -100,6 +104,8 @@ impl Offer {
                 let options = options.write(true).create_new(true).mode(0o600);
                 let file = regular::open_with(options, &path);
                 let file = file.map_err(|source| Error::io("create", &path, source))?;
+                // Until this process ends: `sweep`. Without locks the file stays, which is no harm.
+                let _ = file.try_lock();
                 (path, file)
             }
         };
@@ -130,6 +136,18 @@ pub fn check_dir(dir: &Path) -> Result<()> {
         expected: format!("a directory of user {own} that no other user can enter (mode 0700)"),
         found: format!("`{}`, of user {}, mode {:o}", dir.display(), found.uid(), found.mode() & 0o7777),
     })
+}
+
+/// Removes the deltas that no follower holds a lock on: their followers were killed. A live one of a release that took
+/// no locks writes its next delta into a new file.
+fn sweep(dir: &Path) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for entry in entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with(DELTA)) {
+        let path = entry.path();
+        if regular::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
+            remove(&path);
+        }
+    }
 }
 
 /// Whether a plugin has ever been there.
