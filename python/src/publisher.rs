@@ -1,7 +1,7 @@
 //! `Publisher`: tensors of a trainer in Python, published from where they lie.
 
 use crate::error::{self, transport};
-use crate::tensor::{Borrowed, Remote};
+use crate::tensor::{self, Borrowed, Remote};
 use crate::work::{self, Held};
 use driftless::command;
 use driftless::delta::cuda::{self, Codec};
@@ -94,7 +94,7 @@ struct Settings {
     store: String,
     run: String,
     model: String,
-    resume: bool,
+    resume: Resume,
     baseline_dir: Option<PathBuf>,
     files: Vec<(String, Vec<u8>)>,
     hf_checkpoint: Option<PathBuf>,
@@ -110,6 +110,24 @@ struct Settings {
     rank: Option<(u32, u32)>,
     join_deadline: f64,
     device_base: String,
+}
+
+/// `resume=`.
+#[derive(FromPyObject)]
+enum Resume {
+    Flag(bool),
+    Word(String),
+}
+
+impl Resume {
+    fn start(&self, store: &Arc<dyn Store>, run: &str) -> PyResult<Start> {
+        match self {
+            Self::Flag(true) => Ok(Start::Resume),
+            Self::Flag(false) => Ok(Start::NewRun),
+            Self::Word(word) if word == "auto" => Start::resume_or_new(store, run).map_err(transport),
+            Self::Word(word) => Err(error::usage("resume", "True, False or \"auto\"", word)),
+        }
+    }
 }
 
 /// A tensor, or the slice of one: name, value, and for a slice the whole tensor's shape and the slice's first
@@ -134,9 +152,9 @@ impl Publisher {
         Ok(Self { held, files, rank, join_deadline, base, devices, stop: Mutex::new(stop) })
     }
 
-    /// Refuses another process than the one that opened it.
+    /// Refuses another process than the one that opened it, and one that was closed.
     fn check(&self) -> PyResult<()> {
-        self.held.check()
+        self.held.check_open()
     }
 
     /// The run's id, and the newest version that is known.
@@ -293,14 +311,17 @@ impl<'a> Tensors<'a> {
             if let (Memory::Remote(tensor), false) = (&mut memory, on_devices) {
                 tensor.on_device = None;
             }
+            let whole = memory.info().clone();
+            let elements = whole.elements().map_err(transport)?;
             let slice = match place {
-                None => Slice::whole(memory.info().clone()),
-                Some((shape, start)) => memory.info().elements().map(|elements| {
-                    let tensor = TensorInfo { shape, ..memory.info().clone() };
+                None => Slice { tensor: whole, start: 0, elements },
+                Some((shape, start)) => {
+                    let tensor = TensorInfo { shape, ..whole };
+                    tensor::length(&tensor)?;
                     Slice { tensor, start, elements }
-                }),
+                }
             };
-            parts.push((slice.map_err(transport)?, memory));
+            parts.push((slice, memory));
         }
         let key = |slice: &Slice| (slice.tensor.name.clone(), slice.start);
         parts.sort_by_cached_key(|(slice, _)| key(slice));
@@ -352,11 +373,11 @@ fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> 
     let Some(baseline) = baseline else {
         return Err(error::usage("baseline_dir", "a directory, or HOME to put it under", "neither"));
     };
-    let joins = settings.rank.is_some_and(|(rank, _)| rank > 0);
-    if joins && !settings.resume {
+    let mut start = settings.resume.start(&store, &settings.run)?;
+    if settings.rank.is_some_and(|(rank, _)| rank > 0) && start == Start::NewRun {
         wait_for_run(&store, &settings.run, deadline, stop).map_err(transport)?;
+        start = Start::Resume;
     }
-    let start = if settings.resume || joins { Start::Resume } else { Start::NewRun };
     let mut options = PublisherOptions::new(&settings.run, start, baseline);
     options.model = settings.model;
     options.profile = profile_named(&settings.profile)?;

@@ -30,6 +30,23 @@ def test_script_is_the_command_and_keeps_its_exit_codes(store):
     assert "no run named" in run_command("gc", "--store", store.url, "--run", "none", code=1)
 
 
+def test_train_has_the_learner_of_the_package_as_the_default(tmp_path):
+    # The next thing that is missing.
+    text = run_command("train", "--hf-checkpoint", str(tmp_path / "none"), "--save", str(tmp_path / "rl"), code=2)
+    assert "--hf-checkpoint" in text and "libtorch" not in text
+    assert "-m driftless_rl.learner" in run_command("train", "--help")
+
+
+def test_learner_says_what_it_needs():
+    script = (
+        "import os, sys; sys.modules['torch'] = None; os.environ['DRIFTLESS_LEARNER_SOCKET'] = 'none';"
+        "from driftless_rl.learner.__main__ import main; sys.argv = ['learner']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "torch is not installed here" in done.stderr
+    assert "pip install torch transformers" in done.stderr
+
+
 def test_follow_ends_with_a_signal(store):
     with store.publisher() as publisher:
         publisher.publish({"a": np.zeros(3)})

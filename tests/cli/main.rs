@@ -262,6 +262,21 @@ fn old_versions_are_collected_and_hosts_find_their_way() {
 }
 
 #[test]
+fn publish_resume_or_new_begins_a_run_and_goes_on() {
+    let mut run = Run::new();
+    for version in 0..2 {
+        run.made.step(100);
+        let checkpoint = run.made.write(&run.path("checkpoint"));
+        let mut publish = run.command("publish");
+        publish.arg("--resume-or-new").arg("--checkpoint").arg(checkpoint);
+        let shown = json(publish.arg("--baseline-dir").arg(run.path("baseline")));
+        assert_eq!(shown["version"], version);
+    }
+    json(&mut run.follow_once());
+    run.assert_host_is_current();
+}
+
+#[test]
 fn ranks_publish_a_version_together() {
     let run = Run::new();
     let whole = Made::new();

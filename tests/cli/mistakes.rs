@@ -375,6 +375,8 @@ fn a_plain_build_says_what_train_serve_and_quantize_want() {
         let words = refused(driftless().args(args));
         assert!(words.contains("--features torch"), "{words}");
     }
+    let words = refused(driftless().args(train));
+    assert!(words.contains("--learner \"python -m driftless_rl.learner\""), "{words}");
 }
 
 #[test]

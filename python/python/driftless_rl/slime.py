@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ._native import Published
-from ._errors import RunError, UsageError
+from ._errors import UsageError
 from ._publisher import Publisher
 
 __all__ = ["publish"]
@@ -64,8 +64,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> Publ
         return None
     publisher = _publishers.get((store, run))
     if publisher is None:
-        settings = {"hf_checkpoint": directory, **(getattr(args, "driftless_settings", None) or {})}
-        publisher = _publishers[store, run] = _open(store, run, settings)
+        settings = {"hf_checkpoint": directory, "resume": "auto", **(getattr(args, "driftless_settings", None) or {})}
+        publisher = _publishers[store, run] = Publisher(store, run, **settings)
     with contextlib.ExitStack() as files:
         published = publisher.publish(_tensors(directory, files), step=int(number[1]))
     _log.info("published %s as version %d, %d bytes", directory, published.version, published.publication_bytes)
@@ -77,15 +77,6 @@ def _setting(args: Any, name: str) -> str:
     if not found:
         raise UsageError(f"{name}: expected it in the file of --custom-config-path, found none", kind="Usage", code=2)
     return found
-
-
-def _open(store: str, run: str, settings: dict[str, Any]) -> Publisher:
-    try:
-        return Publisher(store, run, resume=True, **settings)
-    except RunError as error:
-        if error.kind != "NoSuchRun":
-            raise
-    return Publisher(store, run, **settings)
 
 
 def _tensors(directory: Path, files: contextlib.ExitStack) -> list[tuple[str, torch.Tensor]]:

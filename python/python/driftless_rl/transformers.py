@@ -27,10 +27,11 @@ __all__ = ["PublishCallback", "hf_state_dict"]
 class PublishCallback(TrainerCallback):
     """Publishes the model before the first step, after every ``every_steps`` optimiser steps, and after the last one.
 
-    A training that goes on from a Trainer's checkpoint goes on with the run. Of a trainer with several processes, the
-    first one publishes; of a model that FSDP2 has distributed, every process publishes its shards. ``config.json``, the
-    generation config and the tokenizer are those of the model and of the trainer's ``processing_class``, unless
-    ``hf_checkpoint`` names a directory to take them from.
+    A training that goes on from a Trainer's checkpoint goes on with the run. Others begin one, or with ``resume="auto"``
+    go on with the one that is there. Of a trainer with several processes, the first one publishes; of a model that FSDP2
+    has distributed, every process publishes its shards. ``config.json``, the generation config and the tokenizer are
+    those of the model and of the trainer's ``processing_class``, unless ``hf_checkpoint`` names a directory to take them
+    from.
 
     Args:
         store, run: as for ``driftless_rl.Publisher``.

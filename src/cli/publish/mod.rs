@@ -54,6 +54,9 @@ pub(crate) struct Args {
     /// Go on with the run; refused if there is none.
     #[arg(long, group = "start")]
     resume: bool,
+    /// Go on with the run if there is one, and otherwise begin it: for a job that is started again.
+    #[arg(long, group = "start")]
+    resume_or_new: bool,
     /// Hugging Face checkpoint directory to publish.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
@@ -137,7 +140,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     let server = args.serving.start(&mut store, output)?;
-    let mut options = options(&args, &baseline_dir)?;
+    let mut options = options(&args, &store, &baseline_dir)?;
     options.notify = notify;
     let (run, version) = publish(&args, store, options, &stop, output).map_err(signals::caused)?;
     if server.is_some() {
@@ -180,7 +183,7 @@ fn publish(
     output: Output,
 ) -> Result<(Run, Version)> {
     let rank = args.ranks.rank();
-    if args.new_run && options.start == Start::Resume {
+    if !args.resume && options.start == Start::Resume {
         args.ranks.wait_for_run(&store, &options.run, stop)?;
     }
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
@@ -220,9 +223,13 @@ fn finish(args: &Args, publisher: Publisher) -> Run {
     publisher.run().clone()
 }
 
-fn options(args: &Args, baseline_dir: &Path) -> Result<PublisherOptions> {
+fn options(args: &Args, store: &Arc<dyn Store>, baseline_dir: &Path) -> Result<PublisherOptions> {
     let joins = args.ranks.rank().is_some_and(|rank| rank.rank > 0);
-    let start = if args.new_run && !joins { Start::NewRun } else { Start::Resume };
+    let start = match (args.resume || joins, args.new_run) {
+        (true, _) => Start::Resume,
+        (_, true) => Start::NewRun,
+        _ => Start::resume_or_new(store, args.run.name()?)?,
+    };
     let mut options = PublisherOptions::new(args.run.name()?, start, baseline_dir);
     options.model = args.run.model.clone();
     options.profile = args.profile.into();
@@ -239,6 +246,7 @@ fn options(args: &Args, baseline_dir: &Path) -> Result<PublisherOptions> {
 fn refuse_for_slime(args: &Args) -> Result<()> {
     let refused = [
         ("--mode full", matches!(args.mode, PublishMode::Full)),
+        ("--resume-or-new", args.resume_or_new),
         ("--by-reference", args.by_reference),
         ("--anchor-every", args.anchor_every.is_some()),
         ("--anchor-share", args.anchor_share.is_some()),
@@ -291,7 +299,7 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
     let why =
         published.full_because.as_ref().map_or_else(String::new, |why| format!("; in full, because {why}"));
     // It takes the room of a checkpoint in a place that was not named.
-    let baseline = if args.new_run && args.baseline_dir.is_none() {
+    let baseline = if !args.resume && args.baseline_dir.is_none() {
         let (dir, bytes) = (baseline_dir.display(), published.full_bytes);
         format!("\nbaseline: {bytes} bytes in {dir}; --baseline-dir keeps it elsewhere")
     } else {

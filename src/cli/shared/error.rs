@@ -182,7 +182,7 @@ fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
         ),
         Transport::LayoutChanged { .. } => Some("see --allow-layout-change".to_owned()),
         Transport::NotFinite { .. } => Some("see --allow-non-finite".to_owned()),
-        Transport::RunExists { .. } => Some("--resume goes on with it, --run NAME names another".to_owned()),
+        Transport::RunExists { .. } => Some("--resume or --resume-or-new goes on with it, --run NAME names another".to_owned()),
         Transport::BadSetting { name, .. } | Transport::Store(Store::BadSetting { name, .. }) => {
             flag_hint(name)
         }

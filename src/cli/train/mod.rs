@@ -77,8 +77,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", required_if_eq("loss_type", "policy_loss"))]
     hf_checkpoint: Option<PathBuf>,
     /// Command that trains, as a process of its own, instead of libtorch in this one: see
-    /// docs/wire/learner.md.
-    #[arg(long, value_name = "COMMAND")]
+    /// docs/wire/learner.md. The command of the Python package has that package's learner as the default.
+    #[arg(long, value_name = "COMMAND", env = "DRIFTLESS_LEARNER")]
     learner: Option<String>,
     /// Seconds that the command, or a rank, may take for its start and for each call.
     #[arg(long, value_name = "SECONDS", default_value_t = 1800, value_parser = numbers::deadline())]
@@ -267,7 +267,8 @@ enum RolloutDtype {
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     #[cfg(not(feature = "torch"))]
     if matches!(args.loss_type, LossType::Policy) && args.learner.is_none() {
-        return Err(absent("a learner", "`--learner COMMAND`, or "));
+        let or = "`--learner \"python -m driftless_rl.learner\"` (the wheel of python/, torch and transformers), or ";
+        return Err(absent("a learner", or));
     }
     check_directories(&args)?;
     #[cfg(feature = "torch")]

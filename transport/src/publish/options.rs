@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use derive_setters::Setters;
-use driftless_store::ContentDigest;
+use driftless_store::{ContentDigest, Store};
 
 use super::Profile;
 use super::encode::PIECE_UNIT;
@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Kind, Manifest, OBJECT_BYTES_MAX, Representation};
 use crate::replica::Applied;
+use crate::run::Run;
 use crate::sign::{SignKey, TrustKey};
 
 /// Smallest limit on the size of an object: one piece of every element type has to fit.
@@ -31,6 +32,20 @@ pub enum Start {
     NewRun,
     /// Go on behind the newest committed version; refused if there is no such run.
     Resume,
+}
+
+impl Start {
+    /// [`Start::Resume`] if the store has a run of this name, and otherwise [`Start::NewRun`]: for jobs that are started
+    /// again by the same command.
+    ///
+    /// # Errors
+    /// What the store reports; [`Error::BadName`].
+    pub fn resume_or_new(store: &Arc<dyn Store>, run: &str) -> Result<Self> {
+        match Run::open(store.clone(), run) {
+            Err(Error::NoSuchRun { .. }) => Ok(Self::NewRun),
+            opened => opened.map(|_| Self::Resume),
+        }
+    }
 }
 
 /// How a version is to be published.

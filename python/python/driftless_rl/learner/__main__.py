@@ -23,9 +23,12 @@ def main() -> int:
     if path is None:
         parser.error(f"{SOCKET}: expected the name of a socket, found none; `driftless train --learner` sets it")
     # It takes seconds to import torch.
-    from ._learner import Learner
-    from ._ranks import Ranks, Refused
-    from ._serve import serve
+    try:
+        from ._learner import Learner
+        from ._ranks import Ranks, Refused
+        from ._serve import serve
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is not installed here ({sys.executable}): pip install torch transformers numpy")
 
     try:
         with Ranks.join(args.fsdp, args.device, args.deadline) as ranks:
