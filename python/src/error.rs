@@ -5,7 +5,7 @@ use driftless::buffer::Error as Buffer;
 use driftless::command;
 use driftless::store::Error as Store;
 use driftless::transport::Error as Transport;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyException, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::error::Error as StdError;
@@ -57,17 +57,30 @@ pub(crate) fn usage(name: &str, expected: &str, found: &str) -> PyErr {
 }
 
 pub(crate) fn transport(error: Transport) -> PyErr {
+    if let Some(raised) = ends_the_program(&error) {
+        return raised;
+    }
     let (code, retryable) = (command::transport_code(&error), error.is_retryable());
     let kind = match &error {
         Transport::Store(error) => variant(error),
         error => variant(error),
     };
-    let text = chain(&error);
+    let mut text = chain(&error);
+    if matches!(error, Transport::RunExists { .. }) {
+        text += ": `resume=True`, or with PublishCallback `trainer.train(resume_from_checkpoint=True)`, goes on with it";
+    }
     raise(
         transport_class(&error, code),
         &text,
         &Fields { kind: &kind, code, retryable, tensor: tensor_of(&error) },
     )
+}
+
+/// What `LazyTensor.read` raised, if that is no `Exception`: Ctrl-C, `sys.exit()`.
+fn ends_the_program(error: &Transport) -> Option<PyErr> {
+    let Transport::HostCopy { source, .. } = error else { return None };
+    let raised = source.downcast_ref::<PyErr>()?;
+    Python::attach(|py| (!raised.is_instance_of::<PyException>(py)).then(|| raised.clone_ref(py)))
 }
 
 /// An error of the codec on a single tensor.

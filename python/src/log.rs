@@ -14,6 +14,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use std::ffi::c_int;
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -67,12 +68,14 @@ impl Owned {
             ..Scalars::default()
         };
         let span = |(version, start, end)| VersionSpan { version, start, end };
+        let finite = |value: &f32| value.is_finite();
+        all("reward", "a finite number", [row.reward], finite)?;
         Ok(Self {
             scalars,
             prompt_len: row.prompt_len,
-            tokens: row.tokens.to_vec(py)?,
-            log_probs: row.log_probs.to_vec(py)?,
-            loss_mask: row.loss_mask.to_vec(py)?,
+            tokens: all("tokens", "ids from 0 on", row.tokens.to_vec(py)?, |id: &i32| *id >= 0)?,
+            log_probs: all("log_probs", "finite numbers", row.log_probs.to_vec(py)?, finite)?,
+            loss_mask: all("loss_mask", "0 or 1", row.loss_mask.to_vec(py)?, |mask: &u8| *mask <= 1)?,
             spans: row.spans.into_iter().map(span).collect(),
             engine: row.engine,
             metadata: row.metadata,
@@ -269,6 +272,19 @@ impl Column {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes.len() as ffi::Py_ssize_t, 1, flags)
         };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// The values, if all of them are as `expected`.
+fn all<T: Display, V: AsRef<[T]>>(
+    name: &str,
+    expected: &str,
+    values: V,
+    is: impl Fn(&T) -> bool,
+) -> PyResult<V> {
+    match values.as_ref().iter().enumerate().find(|(_, value)| !is(value)) {
+        None => Ok(values),
+        Some((index, found)) => Err(error::usage(name, expected, &format!("{found} at {index}"))),
     }
 }
 

@@ -9,6 +9,7 @@ use driftless::transport::{Dtype, Error};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use pyo3::types::PyWeakrefReference;
 use std::slice;
 
 /// Where tensors have to be, but for those that are published.
@@ -25,9 +26,10 @@ pub(crate) struct Borrowed {
 
 /// What keeps the memory from being given back.
 enum Owner {
-    /// An export of the buffer protocol: the array cannot give the memory back while there is one.
-    Buffer(PyUntypedBuffer),
-    /// The tensor, which shares its storage.
+    /// An export of the buffer protocol, which keeps the array that owns the memory; and a weak reference to that
+    /// array: `resize` of numpy counts no exports, but refuses an array with a weak reference.
+    Buffer(PyUntypedBuffer, #[expect(dead_code, reason = "held, never read")] Py<PyWeakrefReference>),
+    /// The tensor, which shares its storage. Only `resize_` of the storage gives the memory back.
     Tensor(#[expect(dead_code, reason = "held, never read")] Py<PyAny>),
 }
 
@@ -70,6 +72,11 @@ impl Borrowed {
             let found = format!("strides {}", value.getattr("strides")?.repr()?);
             return Err(error::tensor(&name, "its layout", CONTIGUOUS, &found));
         }
+        if value.hasattr("mask")? {
+            let class = value.get_type().fully_qualified_name()?.to_string();
+            let expected = "a plain array: `array.filled(value)`";
+            return Err(error::tensor(&name, "its class", expected, &format!("`{class}`")));
+        }
         let dtype = value.getattr("dtype")?;
         if !dtype.getattr("isnative")?.extract::<bool>()? {
             return Err(error::tensor(&name, "its byte order", "little-endian", "big-endian"));
@@ -78,13 +85,14 @@ impl Borrowed {
         // Not every element type has a letter in the buffer protocol, and bytes do.
         let bytes = value.call_method1("reshape", (-1,))?.call_method1("view", ("uint8",))?;
         let buffer = PyUntypedBuffer::get(&bytes)?;
+        let pin = PyWeakrefReference::new(&owner_of(bytes)?)?.unbind();
         let len = length(&info)?;
         if buffer.len_bytes() != len || !buffer.is_c_contiguous() {
             let found = format!("{} bytes", buffer.len_bytes());
             return Err(error::tensor(&info.name, "its size", &format!("{len} bytes"), &found));
         }
         let start = buffer.buf_ptr().cast_const().cast();
-        Ok(Self { info, start, len, owner: Owner::Buffer(buffer) })
+        Ok(Self { info, start, len, owner: Owner::Buffer(buffer, pin) })
     }
 
     /// Borrows `value` to write to it.
@@ -94,16 +102,16 @@ impl Borrowed {
     pub(crate) fn writable(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
         let borrowed = Self::new(name, value)?;
         match &borrowed.owner {
-            Owner::Buffer(buffer) if buffer.readonly() => {
+            Owner::Buffer(buffer, _) if buffer.readonly() => {
                 Err(error::tensor(&borrowed.info.name, "its memory", "writable", "read-only"))
             }
-            Owner::Buffer(_) | Owner::Tensor(_) => Ok(borrowed),
+            Owner::Buffer(..) | Owner::Tensor(_) => Ok(borrowed),
         }
     }
 
     /// The tensor's bytes, of a tensor that was borrowed by [`Borrowed::writable`].
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        debug_assert!(!matches!(&self.owner, Owner::Buffer(buffer) if buffer.readonly()));
+        debug_assert!(!matches!(&self.owner, Owner::Buffer(buffer, _) if buffer.readonly()));
         if self.len == 0 {
             return &mut [];
         }
@@ -117,9 +125,9 @@ impl Borrowed {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: `start` and `len` lie inside of one allocation, which was checked, and the owner keeps it.
-        // That nobody writes meanwhile is what the package asks of its callers; a publisher that reads bytes
-        // twice compares their digests, and refuses what has changed (`ChangedWhileRead`).
+        // SAFETY: `start` and `len` lie inside of one allocation, which was checked, and the owner keeps it. The
+        // package asks its callers to neither write to it nor resize a torch storage meanwhile; a publisher that
+        // reads bytes twice compares their digests, and refuses what has changed (`ChangedWhileRead`).
         unsafe { slice::from_raw_parts(self.start, self.len) }
     }
 }
@@ -142,6 +150,7 @@ impl Remote {
         if value.get_type().name()? == "LazyTensor" {
             let dtype = value.getattr("dtype")?.str()?.to_string();
             let info = info(name.to_owned(), dtype.strip_prefix("torch.").unwrap_or(&dtype), value)?;
+            length(&info)?;
             return Ok(Some(Self { info, on_device: None, read: value.getattr("read")?.unbind() }));
         }
         let device = value.getattr("device").and_then(|device| Ok((device.getattr("type")?, device)));
@@ -218,8 +227,23 @@ fn place(name: String, value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, usize,
     Ok((info, start, len))
 }
 
-fn length(info: &TensorInfo) -> PyResult<usize> {
-    Ok(info.byte_len().map_err(error::transport)? as usize)
+/// The array whose memory a view shows.
+fn owner_of(view: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAny>> {
+    let mut owner = view;
+    loop {
+        let base = owner.getattr("base")?;
+        if !base.hasattr("__array_interface__")? {
+            return Ok(owner);
+        }
+        owner = base;
+    }
+}
+
+/// The tensor's bytes.
+pub(crate) fn length(info: &TensorInfo) -> PyResult<usize> {
+    let (name, shape) = (&info.name, format!("{:?}", info.shape));
+    let bytes = info.byte_len().ok().and_then(|bytes| usize::try_from(bytes).ok());
+    bytes.ok_or_else(|| error::tensor(name, "its shape", "one of fewer than 2^64 bytes", &shape))
 }
 
 fn info(name: String, dtype: &str, value: &Bound<'_, PyAny>) -> PyResult<TensorInfo> {
@@ -227,8 +251,11 @@ fn info(name: String, dtype: &str, value: &Bound<'_, PyAny>) -> PyResult<TensorI
         let expected = "one that safetensors has, of a byte or more; publish narrower ones as uint8";
         return Err(error::tensor(&name, "its dtype", expected, dtype));
     };
-    let shape = value.getattr("shape")?.extract::<Vec<u64>>()?;
-    Ok(TensorInfo { name, dtype, shape })
+    let shape = value.getattr("shape")?;
+    let Ok(extents) = shape.extract::<Vec<u64>>() else {
+        return Err(error::tensor(&name, "its shape", "extents from 0 on", &shape.repr()?.to_string()));
+    };
+    Ok(TensorInfo { name, dtype, shape: extents })
 }
 
 /// The element type that torch, numpy and ml_dtypes call so.

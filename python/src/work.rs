@@ -153,6 +153,15 @@ impl<T: Send> Held<T> {
         Ok(())
     }
 
+    /// Whether this is the process that it belongs to, and it was not closed. Never waits for a call.
+    pub(crate) fn check_open(&self) -> PyResult<()> {
+        self.check()?;
+        match self.value.try_lock() {
+            Ok(value) if value.is_none() => Err(self.closed()),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether this is the process that it belongs to.
     pub(crate) fn check(&self) -> PyResult<()> {
         let here = std::process::id();

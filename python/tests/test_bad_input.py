@@ -1,6 +1,7 @@
 """What no version is made of, each with its exception; the version before stays."""
 
 import pickle
+import threading
 
 import driftless_rl
 import numpy as np
@@ -33,6 +34,10 @@ def fake() -> torch.Tensor:
         return torch.zeros(3)
 
 
+def lazy(shape, read=None) -> driftless_rl.LazyTensor:
+    return driftless_rl.LazyTensor(shape, np.dtype(np.float32), read or (lambda: np.zeros(shape, np.float32)))
+
+
 class OnAnotherDevice:
     """As much of a tensor as is looked at before its device is refused."""
 
@@ -59,6 +64,10 @@ UNREADABLE = {
     "conjugate": (lambda: torch.zeros(3, dtype=torch.complex64).conj(), "resolve_conj"),
     "complex128": (lambda: torch.zeros(3, dtype=torch.complex128), "complex128"),
     "objects": (lambda: np.array([None, "a"]), "object"),
+    "masked": (lambda: np.ma.masked_equal(np.arange(3.0), 1), "array.filled"),
+    "lazy beyond 64 bits": (lambda: lazy((2**62, 8)), "fewer than 2^64 bytes"),
+    "lazy of bytes beyond 64 bits": (lambda: lazy((2**62,)), "fewer than 2^64 bytes"),
+    "lazy of a negative extent": (lambda: lazy((-1,)), "extents from 0 on"),
     "big-endian": (lambda: np.zeros(3, ">f4"), "big-endian"),
     "list": (lambda: [1.0, 2.0], "list"),
 }
@@ -142,9 +151,19 @@ def test_runs_that_are_taken_or_missing_are_told_apart(store, tmp_path):
         with pytest.raises(driftless_rl.RunError) as raised:
             store.publisher(baseline_dir=tmp_path / "other")
         assert raised.value.kind == "RunExists"
+        assert "`resume=True`" in str(raised.value) and "resume_from_checkpoint=True" in str(raised.value)
         with pytest.raises(driftless_rl.BusyError) as raised:
             store.publisher(resume=True)
         assert raised.value.kind == "Locked"
+
+
+def test_resume_auto_begins_a_run_and_goes_on_with_it(store, tmp_path):
+    for version in range(2):
+        with store.publisher(resume="auto") as publisher:
+            assert publisher.publish({"a": np.full(3, version, np.float32)}).version == version
+    parts = [{"rank": rank, "ranks": 2, "baseline_dir": tmp_path / f"{rank}"} for rank in range(2)]
+    with store.publisher(resume="auto", **parts[0]) as first, store.publisher(resume="auto", **parts[1]) as second:
+        assert first.run_id == second.run_id and first.version == 1
 
 
 def test_second_publisher_loses_the_race(store, tmp_path):
@@ -157,13 +176,62 @@ def test_second_publisher_loses_the_race(store, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"profile": "small"}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"rank": 2, "ranks": 2}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
+    [{"profile": "small"}, {"resume": "always"}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"rank": 2, "ranks": 2}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_cannot_be_are_refused(store, settings):
     with pytest.raises(driftless_rl.UsageError):
         store.publisher(**settings)
     assert not (store.root / "store").exists() or store.manifests() == []
+
+
+def test_slice_of_more_than_can_be_is_refused(store):
+    part = driftless_rl.Slice(np.zeros(2), shape=[2**62, 8], start=0)
+    with store.publisher(rank=0, ranks=2) as publisher:
+        with pytest.raises(driftless_rl.TensorError, match="fewer than 2\\^64 bytes"):
+            publisher.publish({"a": part}, attempt="job-0")
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(7)], ids=repr)
+def test_what_ends_the_program_passes_through_a_lazy_tensor(store, raised):
+    def read():
+        raise raised
+
+    with store.publisher() as publisher:
+        with pytest.raises(type(raised)) as caught:
+            publisher.publish({"a": lazy((3,), read)})
+        assert caught.value is raised
+        assert publisher.publish({"a": lazy((3,))}).version == 0
+
+
+def test_exception_of_a_lazy_tensor_is_told_by_name(store):
+    with store.publisher() as publisher:
+        with pytest.raises(driftless_rl.TensorError, match="ZeroDivisionError") as raised:
+            publisher.publish({"a": lazy((3,), lambda: 1 / 0)})
+        assert raised.value.tensor == "a" and raised.value.kind == "HostCopy"
+
+
+@pytest.mark.parametrize("make", [lambda array: array, lambda array: array[3:].reshape(-1, 1)], ids=["whole", "view"])
+def test_array_keeps_its_memory_while_it_is_published(store, make):
+    array, reading, over = np.zeros(100_003, np.float32), threading.Event(), threading.Event()
+
+    def read():
+        reading.set()
+        assert over.wait(60)
+        return np.zeros(3, np.float32)
+
+    with store.publisher() as publisher:
+        future = publisher.publish_async({"a": make(array), "b": lazy((3,), read)})
+        assert reading.wait(60)
+        try:
+            with pytest.raises(ValueError, match="resize"):
+                array.resize(10, refcheck=False)
+        finally:
+            over.set()
+        assert future.result(timeout=60).version == 0
+        del future
+    array.resize(10, refcheck=False)
+    assert store.follow()["b"][1] == [3]
 
 
 def test_slice_without_ranks_is_refused(store):
@@ -184,8 +252,10 @@ def test_damaged_version_has_code_3(store, tmp_path):
 def test_closed_publisher_says_so(store):
     publisher = store.publisher()
     publisher.close()
-    with pytest.raises(driftless_rl.ClosedError):
-        publisher.publish(two())
+    for call in (publisher.publish, publisher.publish_async):
+        with pytest.raises(driftless_rl.ClosedError):
+            call(two())
+    publisher.close()
 
 
 def test_exceptions_travel_between_processes():

@@ -1,11 +1,12 @@
 """The learner's losses, batches and settings, each computed a second time with loops in float64."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from driftless_rl.learner._batch import Batch, Sample, micro_batches, steps, token_weights
+from driftless_rl.learner._batch import Batch, Sample, micro_batches, read, steps, token_weights
 from driftless_rl.learner._loss import WATCHED, policy_loss
 from driftless_rl.learner._options import Options
 from driftless_rl.learner._ranks import Refused
@@ -217,3 +218,10 @@ def test_options_that_are_not_sent_are_refused_by_name():
     del hello["options"]["eps_clip"]
     with pytest.raises(Refused, match="`eps_clip`: expected float, found nothing"):
         Options.of(hello)
+
+
+def test_log_probs_that_are_not_finite_are_refused():
+    columns = {"tokens": np.array([1, 2]), "log_probs": np.array([math.nan]), "loss_mask": np.ones(1, np.uint8)}
+    log = SimpleNamespace(wait=lambda position, timeout: 1, get=lambda position: SimpleNamespace(prompt_len=1, **columns))
+    with pytest.raises(Refused, match="position 0: expected finite log-probs"):
+        read(log, [{"position": 0, "rollout_id": 0, "advantage": 1.0}], 64)

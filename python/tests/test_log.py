@@ -105,3 +105,45 @@ def test_logs_of_others_and_bad_records_are_refused(tmp_path):
     assert raised.value.kind == "Identity" and raised.value.code == 3
     with pytest.raises(driftless_rl.ClosedError):
         log.append(**sample(2))
+
+
+CHANGED = {
+    "an id beyond int32": ({"tokens": np.full(6, 2**40)}, "tokens: expected values that int32 can hold, found 1099511627776 at 0"),
+    "an unsigned id": ({"tokens": np.full(6, 2**64 - 1, np.uint64)}, "tokens"),
+    "an id beyond every integer": ({"tokens": [1, 2, 3, 4, 5, 2**70]}, "tokens"),
+    "half an id": ({"tokens": [1, 2, 3, 4, 5, 1.5]}, "found 1.5 at 5"),
+    "an id that is no number": ({"tokens": [1, 2, 3, 4, 5, np.nan]}, "found nan at 5"),
+    "text": ({"tokens": list("tokens")}, "tokens"),
+    "a negative id": ({"tokens": [1, 2, 3, 4, 5, -1]}, "tokens: expected ids from 0 on, found -1 at 5"),
+    "masked ids": ({"tokens": np.ma.masked_equal(np.arange(6), 3)}, "MaskedArray"),
+    "half a mask": ({"loss_mask": [1, 0.5, 1, 1]}, "loss_mask: expected values that uint8 can hold, found 0.5 at 1"),
+    "a mask of -1": ({"loss_mask": [1, -1, 1, 1]}, "loss_mask"),
+    "a mask of 2": ({"loss_mask": [1, 2, 1, 1]}, "loss_mask: expected 0 or 1, found 2 at 1"),
+    "a log-prob of NaN": ({"log_probs": [0.0, np.nan, 0.0, 0.0]}, "log_probs: expected finite numbers, found NaN at 1"),
+    "a log-prob of infinity": ({"log_probs": [0.0, 0.0, np.inf, 0.0]}, "log_probs"),
+    "a log-prob beyond float32": ({"log_probs": [0.0, 0.0, 0.0, -1e39]}, "log_probs"),
+    "a complex log-prob": ({"log_probs": [0.0, 0.0, 0.0, 1j]}, "log_probs"),
+    "a reward of NaN": ({"reward": float("nan")}, "reward: expected a finite number, found NaN"),
+    "a reward of infinity": ({"reward": float("inf")}, "reward"),
+    "a reward beyond float32": ({"reward": 1e39}, "reward"),
+}
+
+
+@pytest.mark.parametrize("given", CHANGED)
+def test_values_that_the_log_would_change_are_refused(tmp_path, given):
+    fields, words = CHANGED[given]
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        with pytest.raises(driftless_rl.UsageError) as raised:
+            log.append_all([sample(1), {**sample(2), **fields}])
+        assert words in str(raised.value) and raised.value.code == 2
+        assert log.end == 0
+
+
+def test_values_of_other_types_are_the_same_in_the_log(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        given = {"tokens": torch.arange(6.0), "loss_mask": [True, False, True, True], "log_probs": np.zeros(4, np.float16)}
+        log.append(**{**sample(1), **given})
+        log.append(**sample(2, tokens=2))
+        found, empty = log.get(0), log.get(1)
+    assert found.tokens.tolist() == [0, 1, 2, 3, 4, 5] and found.loss_mask.tolist() == [1, 0, 1, 1]
+    assert empty.tokens.tolist() == [2, 3] and len(empty.response) == 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _native
+from ._errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,18 +186,19 @@ class RolloutLog(RolloutReader):
 
         Args:
             sample_id, group_id, rollout_id: whose it is.
-            tokens: token ids of prompt and response, ``[prompt + response]``.
+            tokens: token ids of prompt and response, ``[prompt + response]``: from 0 on, and below 2^31.
             prompt_len: how many of them are the prompt.
-            log_probs: one for each response token.
-            loss_mask: 1 where a response token is trained on; by default all are.
-            reward: scalar reward, 0 by default.
+            log_probs: one for each response token, finite; rounded to float32.
+            loss_mask: 1 where a response token is trained on, 0 where not; by default all are.
+            reward: scalar reward, finite, 0 by default; rounded to float32.
             finish: ``stop`` (by default), ``length`` or ``abort``.
             spans: ``(version, start, end)``, ascending within the response.
             engine: name of the engine.
             metadata: anything, as bytes.
 
         Raises:
-            UsageError: lengths that contradict each other, or a record larger than a segment.
+            UsageError: values that the log cannot hold as they are, lengths that contradict each other, or a record larger
+                than a segment. Nothing was appended.
             StoreError: the medium failed, and what a failed sync has left is unknown.
         """
         return self.append_all([sample])[0]
@@ -245,7 +247,7 @@ def _row(
 ) -> dict[str, Any]:
     import numpy as np
 
-    log_probs = np.ascontiguousarray(log_probs, np.float32)
+    log_probs = _array("log_probs", log_probs, np.float32)
     return {
         "sample_id": sample_id,
         "group_id": group_id,
@@ -253,10 +255,31 @@ def _row(
         "reward": reward,
         "finish": finish,
         "prompt_len": prompt_len,
-        "tokens": np.ascontiguousarray(tokens, np.int32),
+        "tokens": _array("tokens", tokens, np.int32),
         "log_probs": log_probs,
-        "loss_mask": np.ones(log_probs.shape, np.uint8) if loss_mask is None else np.ascontiguousarray(loss_mask, np.uint8),
+        "loss_mask": np.ones(log_probs.shape, np.uint8) if loss_mask is None else _array("loss_mask", loss_mask, np.uint8),
         "spans": [tuple(span) for span in spans],
         "engine": engine,
         "metadata": metadata,
     }
+
+
+def _array(name: str, values: Any, dtype: type[np.generic]) -> np.ndarray:
+    """The same values as an array of ``dtype``. Only floating-point numbers may be rounded."""
+    import numpy as np
+
+    given = np.asanyarray(values)
+    expected = f"values that {np.dtype(dtype).name} can hold"
+    # An empty list has no dtype of its own.
+    if isinstance(given, np.ma.MaskedArray) or (given.size > 0 and given.dtype.kind not in "biuf"):
+        raise _refused(name, expected, f"a {type(given).__name__} of {given.dtype}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        made = np.ascontiguousarray(given, dtype)
+    if np.issubdtype(dtype, np.integer):
+        for index in np.flatnonzero(given.ravel() != made.ravel())[:1]:
+            raise _refused(name, expected, f"{given.ravel()[index]} at {index}")
+    return made
+
+
+def _refused(name: str, expected: str, found: str) -> UsageError:
+    return UsageError(f"{name}: expected {expected}, found {found}", kind="Usage", code=2)

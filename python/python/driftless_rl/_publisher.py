@@ -58,7 +58,8 @@ class Publisher:
         store: where versions go: ``file:///dir``, a path, ``s3://bucket/prefix``, ``gs://…``, ``az://…``. Object stores
             take credentials, region and endpoint from the environment (``AWS_…``, ``GOOGLE_…``, ``AZURE_…``).
         run: name of the run in the store.
-        resume: go on with the run; otherwise begin it, which a taken name refuses.
+        resume: go on with the run; otherwise begin it, which a taken name refuses. ``auto`` goes on with the run if there is
+            one, and otherwise begins it, as a job needs that is started again.
         model: name of the model within the run.
         baseline_dir: directory of the baseline; by default one in the user's cache, by store, run and model. It takes as
             much space as the model.
@@ -93,7 +94,7 @@ class Publisher:
         store: str | os.PathLike[str],
         run: str,
         *,
-        resume: bool = False,
+        resume: bool | Literal["auto"] = False,
         model: str = "policy",
         baseline_dir: str | os.PathLike[str] | None = None,
         hf_checkpoint: str | os.PathLike[str] | None = None,
@@ -216,6 +217,7 @@ class Publisher:
 
         Raises:
             BusyError: the one before is not done.
+            ClosedError: the publisher was closed.
         """
         # It is slow to import, and many programs never need it.
         from concurrent.futures import ThreadPoolExecutor
@@ -247,8 +249,10 @@ class Publisher:
 
     def close(self) -> None:
         """Waits for what is under way, and lets go of the baseline. The publisher cannot be used afterwards."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
         self._native.close()
 
     def __enter__(self) -> Publisher:

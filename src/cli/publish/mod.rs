@@ -228,7 +228,7 @@ fn options(args: &Args, store: &Arc<dyn Store>, baseline_dir: &Path) -> Result<P
     let start = match (args.resume || joins, args.new_run) {
         (true, _) => Start::Resume,
         (_, true) => Start::NewRun,
-        _ => Start::resume_or_new(store, args.run.name()?)?,
+        _ => Start::resume_or_new(store, &args.run.name()?)?,
     };
     let mut options = PublisherOptions::new(args.run.name()?, start, baseline_dir);
     options.model = args.run.model.clone();
