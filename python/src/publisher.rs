@@ -5,10 +5,11 @@ use crate::tensor::{self, Borrowed, Remote};
 use crate::work::{self, Held};
 use driftless::command;
 use driftless::delta::cuda::{self, Codec};
+use driftless::http::Followers;
 use driftless::store::Store;
 use driftless::store::wait::Stop;
 use driftless::transport::publish::{
-    BaseMemory, Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step,
+    BaseMemory, Mode, Notify, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step,
 };
 use driftless::transport::sign::{SignKey, TrustKey};
 use driftless::transport::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, TensorInfo};
@@ -105,6 +106,8 @@ struct Settings {
     allow_non_finite: bool,
     sign_key: Option<PathBuf>,
     trust_keys: Vec<PathBuf>,
+    notify: Vec<String>,
+    notify_token: Option<String>,
     threads: Option<usize>,
     buffer_bytes: Option<u64>,
     rank: Option<(u32, u32)>,
@@ -389,6 +392,11 @@ fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> 
     options.threads = settings.threads.unwrap_or(options.threads);
     options.buffer_bytes = settings.buffer_bytes.unwrap_or(options.buffer_bytes);
     options.sign_key = settings.sign_key.map(|path| SignKey::read(&path)).transpose().map_err(transport)?;
+    if !settings.notify.is_empty() {
+        let followers = Followers::new(&settings.notify, settings.notify_token.as_deref());
+        let followers = followers.map_err(|source| error::own("UsageError", format!("notify: {source}")))?;
+        options.notify = Some(Notify::new(move |_| followers.tell()));
+    }
     for path in &settings.trust_keys {
         options.trust_keys.extend(TrustKey::read_all(path).map_err(transport)?);
     }

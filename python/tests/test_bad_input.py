@@ -138,6 +138,14 @@ def test_name_that_is_no_text_is_refused(store, name):
     assert store.manifests() == []
 
 
+def test_name_that_no_checkpoint_can_have_is_refused_before_anything_is_there(store):
+    with store.publisher() as publisher:
+        with pytest.raises(driftless_rl.UsageError, match="__metadata__"):
+            publisher.publish(two() | {"__metadata__": np.zeros(2)})
+        assert store.manifests() == [] and publisher.publish(two()).version == 0
+    assert set(store.follow()) == {"a", "b"}
+
+
 def test_name_that_stands_twice_is_refused(store):
     with store.publisher() as publisher, pytest.raises(driftless_rl.TensorError, match="twice"):
         publisher.publish([("a", np.zeros(2)), ("a", np.ones(2))])
@@ -176,7 +184,7 @@ def test_second_publisher_loses_the_race(store, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"profile": "small"}, {"resume": "always"}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"rank": 2, "ranks": 2}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
+    [{"profile": "small"}, {"resume": "always"}, {"notify": ["follower:1"]}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"rank": 2, "ranks": 2}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_cannot_be_are_refused(store, settings):

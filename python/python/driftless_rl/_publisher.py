@@ -73,6 +73,9 @@ class Publisher:
         allow_non_finite: publish NaN and infinities.
         sign_key: file of the key to sign versions with, as ``driftless keygen`` makes it.
         trust_keys: files of public keys whose versions are gone on from as well.
+        notify: followers that look at the store as soon as a version is there, by the URLs of their ``--listen`` addresses.
+            ``publish`` waits for none of them; with ``rank=`` those of rank 0 are told.
+        notify_token: the token that these followers want.
         threads: threads that encode; by default as many as there are cores, up to 8.
         buffer_bytes: memory for tensors on their way, 1.5 GiB by default.
         device_base: where what was published last of tensors on a GPU is kept, which their next delta starts from:
@@ -106,6 +109,8 @@ class Publisher:
         allow_non_finite: bool = False,
         sign_key: str | os.PathLike[str] | None = None,
         trust_keys: Iterable[str | os.PathLike[str]] = (),
+        notify: Iterable[str] = (),
+        notify_token: str | None = None,
         threads: int | None = None,
         buffer_bytes: int | None = None,
         device_base: Literal["device", "host", "off"] = "device",
@@ -131,6 +136,8 @@ class Publisher:
                 "allow_non_finite": allow_non_finite,
                 "sign_key": sign_key,
                 "trust_keys": list(trust_keys),
+                "notify": list(notify),
+                "notify_token": notify_token,
                 "threads": threads,
                 "buffer_bytes": buffer_bytes,
                 "device_base": device_base,
