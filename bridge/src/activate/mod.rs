@@ -35,6 +35,7 @@ use crate::engine::{
 };
 use crate::error::{Error, Result};
 use crate::kinds::connect;
+use crate::live::rank::sweep;
 
 /// Options of a [`DiskActivator`].
 #[derive(Debug, Clone, Setters)]
@@ -105,6 +106,9 @@ impl DiskActivator {
     pub fn new(address: &str, options: DiskOptions) -> Result<Self> {
         let runtime = runtime::handle().map_err(Error::threads)?;
         let engine = connect(address, options.client.clone())?;
+        if let Some(plugin) = &options.plugin {
+            sweep(&plugin.dir);
+        }
         let (identity, activated, pause) = (None, None, Pause::default());
         Ok(Self { runtime, engine, options, identity, activated, unproved: 0, pause })
     }

@@ -154,7 +154,7 @@ impl LiveModel {
     fn new(dir: &Path, rank: Rank, layout: Layout, memory: Box<dyn Memory>) -> Result<Self> {
         let told = RankFile::of(rank);
         told.write(rank, dir)?;
-        rank::clear(dir);
+        rank::sweep(dir);
         let state = State { layout, memory, label: None, manifest: None, ready: None };
         let (state, told) = (Mutex::new(state), Mutex::new(told));
         let shared = Arc::new(Shared { dir: dir.into(), rank, state, told });

@@ -112,23 +112,6 @@ pub(crate) struct ServerFile {
     pub(crate) start: u64,
 }
 
-/// Removes the files of processes that have ended, whichever plugin wrote them: followers offer deltas as long as a rank's
-/// file lies there.
-pub(super) fn clear(dir: &Path) {
-    let Ok(entries) = fs::read_dir(dir) else { return };
-    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if !name.ends_with(".json") || !(name.starts_with("rank-") || name.starts_with("server-")) {
-            continue;
-        }
-        let file =
-            regular::read(&path).ok().and_then(|text| serde_json::from_slice::<ServerFile>(&text).ok());
-        if file.is_some_and(|file| started(file.pid) != Some(file.start)) {
-            let _ = fs::remove_file(&path);
-        }
-    }
-}
-
 /// Where the file of the server that listens on `port` lies in the plugins' directory `dir`.
 pub(crate) fn server_path(dir: &Path, port: u16) -> PathBuf {
     dir.join(format!("server-{port}.json"))
@@ -143,6 +126,27 @@ pub fn announce_server(dir: &Path, port: u16) -> Result<()> {
     let pid = std::process::id();
     let file = ServerFile { pid, start: started(pid).unwrap_or_default() };
     write(&server_path(dir, port), dir, &file)
+}
+
+/// Removes what processes that have ended left in the plugins' directory `dir`, an older plugin's as well.
+pub(crate) fn sweep(dir: &Path) {
+    let Ok(entries) = prepared::check_dir(dir).map_err(io::Error::other).and_then(|()| fs::read_dir(dir))
+    else {
+        return;
+    };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if !name.ends_with(".json") || !(name.starts_with("rank-") || name.starts_with("server-")) {
+            continue;
+        }
+        let bytes = regular::read(&path).unwrap_or_default();
+        // Both kinds of files begin with it.
+        let has_ended = |of: ServerFile| started(of.pid) != Some(of.start);
+        if serde_json::from_slice(&bytes).is_ok_and(has_ended) {
+            // It tells nothing: left behind, it does no harm.
+            let _ = fs::remove_file(&path);
+        }
+    }
 }
 
 fn write(path: &Path, dir: &Path, content: &impl Serialize) -> Result<()> {
@@ -161,4 +165,28 @@ pub(crate) fn started(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // Behind the name, which may hold anything.
     text.get(text.rfind(')')?..)?.split(' ').nth(20)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sweep_removes_what_ended_processes_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().join("plugins");
+        announce_server(&dir, 30000).unwrap();
+        Rank { port: 30000, number: 0, of: 1 }.refuse(&dir, "packed").unwrap();
+        let dead = r#"{"pid": 4294967295, "start": 7, "ranks": 1, "why_not": null, "deltas": {}}"#;
+        for name in ["rank-30001-0.json", "server-30001.json", "notes.json"] {
+            fs::write(dir.join(name), dead).unwrap();
+        }
+        fs::write(dir.join("rank-30002-0.json"), "{").unwrap();
+        sweep(&dir);
+        let names =
+            fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        assert_eq!(names, ["notes.json", "rank-30000-0.json", "rank-30002-0.json", "server-30000.json"]);
+    }
 }
