@@ -172,22 +172,28 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Refuses tokens that the model does not have: a learner looks each of them up in a table of
-    /// `vocabulary` rows.
+    /// Refuses a reply without a token, unless it was aborted, and tokens that the model does not have: a learner
+    /// looks each of them up in a table of `vocabulary` rows.
     ///
     /// # Errors
-    /// [`Error::Reply`] for an id that is negative or not below `vocabulary`.
+    /// [`Error::Reply`] for no token, and for an id that is negative or not below `vocabulary`.
     pub(crate) fn validate(&self, vocabulary: u64) -> Result<()> {
+        if self.output_ids.is_empty() && !matches!(self.finish, Finish::Abort { .. }) {
+            return Err(self.refused("at least one token".into(), "none".into()));
+        }
         let outside = |id: &&i32| u64::try_from(**id).map_or(true, |id| id >= vocabulary);
         match self.output_ids.iter().find(outside) {
             None => Ok(()),
-            Some(id) => Err(Error::Reply {
-                engine: self.engine.clone(),
-                call: "a generation".into(),
-                expected: format!("token ids in 0..{vocabulary}, the model's vocabulary"),
-                found: format!("token {id}"),
-            }),
+            Some(id) => {
+                let expected = format!("token ids in 0..{vocabulary}, the model's vocabulary");
+                Err(self.refused(expected, format!("token {id}")))
+            }
         }
+    }
+
+    /// The error of an engine whose reply is no sample.
+    fn refused(&self, expected: String, found: String) -> Error {
+        Error::Reply { engine: self.engine.clone(), call: "a generation".into(), expected, found }
     }
 }
 

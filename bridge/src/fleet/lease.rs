@@ -75,6 +75,9 @@ impl<'a> Lease<'a> {
         let before = if spans { None } else { engine.label().await? };
         let generation = engine.generate(request).await?;
         generation.validate(self.member.vocabulary())?;
+        for span in &generation.spans {
+            self.member.check_version("a generation", &span.label).await?;
+        }
         Ok((generation, before))
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::newest::Known;
 use crate::engine::{Attached, Engine, Expected, Identity, Label};
 use crate::error::{Error, Result};
 
@@ -19,6 +20,8 @@ type Turn = tokio::sync::OwnedMutexGuard<Option<Instant>>;
 pub(super) struct Member {
     pub(super) engine: Arc<dyn Engine>,
     expected: Expected,
+    /// Absent where any version will do.
+    known: Option<Arc<Known>>,
     state: Mutex<State>,
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
 }
@@ -39,12 +42,35 @@ pub(super) struct State {
 }
 
 impl Member {
-    pub(super) async fn attach(engine: Arc<dyn Engine>, expected: Expected) -> Result<Self> {
+    pub(super) async fn attach(
+        engine: Arc<dyn Engine>,
+        expected: Expected,
+        known: Option<Arc<Known>>,
+    ) -> Result<Self> {
         let attached = Attached::attach(engine.clone(), &expected).await?;
-        let (identity, serving) = (attached.identity().clone(), engine.label().await?);
-        let state =
-            Mutex::new(State { identity, up: true, serving, in_flight: 0, left: false, failure: None });
-        Ok(Self { engine, expected, state, looking: Arc::default() })
+        let identity = attached.identity().clone();
+        let state = State { identity, up: true, serving: None, in_flight: 0, left: false, failure: None };
+        let member = Self { engine, expected, known, state: Mutex::new(state), looking: Arc::default() };
+        let serving = member.serving().await?;
+        member.state().serving = serving;
+        Ok(member)
+    }
+
+    /// What the engine says that it serves.
+    async fn serving(&self) -> Result<Option<String>> {
+        let serving = self.engine.label().await?;
+        if let Some(label) = &serving {
+            self.check_version("its version", label).await?;
+        }
+        Ok(serving)
+    }
+
+    /// Refuses a label, told by `call`, of a version that was not published.
+    pub(super) async fn check_version(&self, call: &str, label: &str) -> Result<()> {
+        match &self.known {
+            Some(known) => known.check(self.engine.url(), call, label).await,
+            None => Ok(()),
+        }
     }
 
     /// The engine, as it was last attached.
@@ -97,7 +123,7 @@ impl Member {
 
     async fn ask(&self, up: bool) -> Result<(Option<Identity>, Option<String>)> {
         let identity = if up { None } else { Some(self.engine.identify(&self.expected).await?) };
-        Ok((identity, self.engine.label().await?))
+        Ok((identity, self.serving().await?))
     }
 
     /// Takes the engine out until it is attached again.

@@ -2,6 +2,7 @@
 
 mod lease;
 mod member;
+mod newest;
 mod route;
 
 use std::sync::Arc;
@@ -20,6 +21,8 @@ use crate::keys::Keys;
 use crate::kinds::connect;
 use lease::{Attempt, Lease};
 use member::{LOOK_EVERY, Member};
+use newest::Known;
+pub use newest::Newest;
 pub use route::Route;
 use route::{View, choose};
 
@@ -40,16 +43,19 @@ pub struct FleetOptions {
     pub route: Route,
     /// Deadlines of single calls; that of a generation is cut to what is left of `deadline`.
     pub calls: Deadlines,
+    /// Refuses engines that serve a version that was not published. Any version will do, if `None`.
+    pub newest: Option<Newest>,
 }
 
 impl Default for FleetOptions {
-    /// 64 requests per engine, 10 minutes, the least loaded engine, default deadlines.
+    /// 64 requests per engine, 10 minutes, the least loaded engine, default deadlines, any version.
     fn default() -> Self {
         Self {
             concurrency: 64,
             deadline: Duration::from_secs(600),
             route: Route::default(),
             calls: Deadlines::default(),
+            newest: None,
         }
     }
 }
@@ -94,12 +100,13 @@ impl Fleet {
     ) -> Result<Self> {
         let mut attaching = Vec::with_capacity(addresses.len());
         let mut urls = std::collections::BTreeSet::new();
+        let known = options.newest.clone().map(|newest| Arc::new(Known::new(newest)));
         for address in addresses {
             let client =
                 ClientOptions { keys: keys.clone(), deadlines: options.calls, ..ClientOptions::default() };
             let engine = connect(address, client)?;
             urls.insert(engine.url().to_owned());
-            attaching.push(tokio::spawn(Member::attach(engine, expected.clone())));
+            attaching.push(tokio::spawn(Member::attach(engine, expected.clone(), known.clone())));
         }
         if addresses.is_empty() || urls.len() != addresses.len() {
             return Err(Error::Fleet { found: addresses.to_vec() });
@@ -156,9 +163,9 @@ impl Fleet {
     /// Generates one sample on some engine, all of it with weights of `minimum` or later versions of its run.
     ///
     /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine
-    /// that fails. A token id that is not below the model's `vocab_size` is such a failure. The sample is
-    /// then tried again, elsewhere or once an engine has caught up, until the fleet's deadline. Dropping the
-    /// future aborts the request on its engine.
+    /// that fails. Such a failure is a token id that is not below the model's `vocab_size`, a reply without a token,
+    /// and a version that was not published ([`FleetOptions::newest`]). The sample is then tried again, elsewhere or
+    /// once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
     ///
     /// # Errors
     /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for

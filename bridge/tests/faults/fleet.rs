@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftless_bridge::fleet::FleetOptions;
+use driftless_bridge::fleet::{FleetOptions, Newest};
 use driftless_bridge::sglang::Dialect;
 use driftless_bridge::{Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams};
 use tokio::runtime::Runtime;
@@ -119,6 +119,47 @@ fn a_failing_engine_is_replaced_by_another() {
         let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
         assert_ne!(generation.rid, Rid::new(1, 0), "{fault:?}");
     }
+}
+
+#[test]
+fn generate_label_that_nobody_published_is_the_engines_failure() {
+    let scene = scene(1, patient().with_newest(Newest::new(|| Some(label(NEW)))));
+    // The newest version is one that the fleet has not heard of before.
+    scene.fakes[0].fault("POST /generate", Fault::Label("3f0c9a12b7de:7"));
+    scene.fakes[0].fault("POST /generate", Fault::Label(NEW));
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), Some(&label(OLD)))).unwrap();
+    assert_eq!(generation.rid, Rid::new(1, 0).next_attempt());
+    assert_eq!(generation.spans[0].label, NEW);
+    let failure = scene.fleet.status().remove(0).failure.unwrap();
+    for part in [&scene.fakes[0].address.to_string(), "3f0c9a12b7de:7", NEW] {
+        assert!(failure.contains(part), "{failure}");
+    }
+}
+
+#[test]
+fn engine_that_serves_an_unpublished_version_is_not_waited_for() {
+    let scene = scene(2, patient().with_newest(Newest::new(|| Some(label(NEW)))));
+    scene.fakes[0].engine().set_label(NEW);
+    scene.fakes[1].engine().set_label("3f0c9a12b7de:7");
+    let newest = label(NEW);
+    let wait = scene.fleet.wait_for_those_up(&newest, Duration::from_secs(60));
+    let behind = scene.runtime.block_on(wait).unwrap();
+    let [behind] = behind.as_slice() else { panic!("{behind:?}") };
+    for part in [&scene.fakes[1].address.to_string(), "3f0c9a12b7de:7", "published"] {
+        assert!(behind.contains(part), "{behind}");
+    }
+}
+
+#[test]
+fn generate_reply_without_a_token_is_the_engines_failure() {
+    let scene = scene(1, patient());
+    let empty = r#"{"output_ids": [], "meta_info": {"finish_reason": {"type": "stop", "matched": 7},
+        "weight_version": "3f0c9a12b7de:1", "num_retractions": 0, "output_token_logprobs": []}}"#;
+    scene.fakes[0].fault("POST /generate", Fault::Answer(200, empty.into()));
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
+    assert_eq!(generation.output_ids.len(), 1);
+    let failure = scene.fleet.status().remove(0).failure.unwrap();
+    assert!(failure.contains("at least one token"), "{failure}");
 }
 
 #[test]
