@@ -11,9 +11,9 @@ use std::time::Duration;
 
 const HELP: &str = "\
 What is kept: the newest anchor and every version behind it, what followers with a live lease need, and the --keep newest
-versions. A run without an anchor keeps everything: publish or train with --anchor-every. It may run at any time, beside publishers
-and followers, and may be stopped at any time; a reader that needs a version which is gone goes on from the anchor. Leases of
-followers that have been away for a day are removed.
+versions. A run without an anchor keeps everything: publish or train with --anchor-every or --anchor-share. It may run at
+any time, beside publishers and followers, and may be stopped at any time; a reader that needs a version which is gone goes
+on from the anchor. Leases of followers that have been away for a day are removed.
 
 Examples:
   driftless gc --store file:///shared/store --run my-run --dry-run
@@ -104,7 +104,7 @@ fn text(collection: &Collection, dry_run: bool) -> String {
     if collection.newest > Some(Version(0)) && collection.anchor <= Some(Version(0)) {
         parts.push(
             "nothing can go until there is a later anchor: `driftless publish` and `driftless train` make them with \
-             --anchor-every"
+             --anchor-every or --anchor-share"
                 .into(),
         );
     }

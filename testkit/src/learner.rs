@@ -19,8 +19,8 @@ use serde_json::{Value, json};
 /// What the process is told to do wrong: faults, separated by commas, each `call:number:fault` with the
 /// call's number from 1 on. Each happens once in a state directory, but for `always_kill`. `kill`: it ends by
 /// SIGKILL before the call; `killed_after`: after it, before the reply; `hang`, `endless` (a line without an
-/// end), `nonsense`, `error`, `protocol`, `not_finite`: that, in place of a reply; `told_wrong`: a version
-/// that is not in the store.
+/// end), `nonsense`, `error`, `escapes` (a long error that a terminal would obey), `protocol`, `not_finite`: that, in
+/// place of a reply; `told_wrong`: a version that is not in the store.
 pub const FAULTS: &str = "FAKE_LEARNER_FAULTS";
 
 /// Logits of the model.
@@ -59,6 +59,7 @@ pub fn main() {
             }
             Some("nonsense") => Value::Null,
             Some("error") => json!({"error": "the fake learner errs on command"}),
+            Some("escapes") => json!({"error": format!("\u{1b}[2J{}", "long ".repeat(1000))}),
             Some("protocol") => json!({"protocol": 1}),
             Some("not_finite") => json!({"not_finite": "gradient norm is NaN"}),
             Some("told_wrong") => json!({"version": 999}),
@@ -198,6 +199,8 @@ impl Learner {
             let mut options = PublisherOptions::new(text("run"), Start::Resume, baseline);
             options.model = text("model");
             options.reference_dir = Some(path(&self.hello["hf_checkpoint"]));
+            options.anchor_every = self.hello["anchor_every"].as_u64();
+            options.anchor_share = self.hello["anchor_share"].as_f64();
             Publisher::open(open(&text("store")).unwrap(), options).unwrap()
         });
         let step = Step { trainer_step: step, checkpoint: None };

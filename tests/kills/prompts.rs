@@ -39,9 +39,12 @@ const KILLS: u64 = 30;
 const LEARNER: &str = "prompts::process_of_the_learner";
 const REWARD: &str = "prompts::process_of_the_reward";
 
-/// What runs differ in: steps that are learned again after a kill, rollouts that are generated meanwhile.
-const KINDS: [&[&str]; 2] =
-    [&["--save-interval", "1"], &["--save-interval", "3", "--train-async", "--rollout-shuffle"]];
+/// What runs differ in: steps that are learned again after a kill, rollouts that are generated meanwhile, versions
+/// that the store collects before their samples are learned from again.
+const KINDS: [&[&str]; 2] = [
+    &["--save-interval", "1"],
+    &["--save-interval", "3", "--train-async", "--rollout-shuffle", "--anchor-every", "1", "--keep", "1"],
+];
 
 #[test]
 fn loop_over_prompts_takes_learns_and_rewards_each_once() {

@@ -126,6 +126,13 @@ impl Stage {
         command
     }
 
+    /// The oldest version in the store.
+    fn oldest(&self) -> u64 {
+        let store = open(&self.at("store").to_string_lossy()).expect("a store");
+        let run = Run::open(store, "test").expect("a run");
+        run.oldest("policy").expect("a number").0
+    }
+
     /// What a run leaves behind that nothing, or anything, has happened to.
     fn check(&self, what: &str) {
         let text = std::fs::read_to_string(self.at("rl/metrics.jsonl")).expect("metrics");
@@ -244,6 +251,7 @@ fn learner_that_always_dies_ends_the_run_with_its_name() {
     assert_eq!(status, Some(4), "{words}");
     assert_eq!(words.matches("is started again").count(), 3, "{words}");
     assert!(words.contains("error: learner `fake`") && words.contains("signal: 9"), "{words}");
+    assert!(!words.contains(learner::FAULTS), "its command line may hold secrets: {words}");
 }
 
 #[test]
@@ -323,6 +331,161 @@ fn settings_that_have_changed_are_said_or_refused_when_a_run_goes_on() {
     assert!(words.contains("goes on with --lr 0.05; it was 0.1"), "{words}");
     assert!(words.contains("goes on with --rollout-max-response-len 512; it was 1024 "), "{words}");
     stage.check("with other settings");
+}
+
+#[test]
+fn run_whose_versions_were_collected_goes_on() {
+    let stage = Stage::new(&["--save-interval", "20", "--anchor-every", "1"]);
+    let _follower = stage.follower();
+    let (status, words) = code(stage.trainer("").env("DRIFTLESS_KILL_AT", "train.step:4"));
+    assert_eq!(status, None, "{words}");
+    let mut gc = driftless();
+    gc.args(["gc", "--run", "test", "--keep", "1", "--lease-ttl", "0", "--store"]).arg(stage.at("store"));
+    common::run(&mut gc);
+    assert!(stage.oldest() > 0, "the versions of the first steps are gone");
+    // Steps are learned again whose samples name a version that is nowhere else.
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    stage.check("after a collection");
+    assert_eq!(steps(&stage)[0]["staleness"], serde_json::json!([4]), "one token of each sample");
+}
+
+#[test]
+fn train_removes_the_versions_that_no_follower_needs() {
+    let stage = Stage::new(&["--anchor-every", "1", "--keep", "1"]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    stage.check("with old versions removed");
+    assert!(stage.oldest() > 0, "{words}");
+}
+
+#[test]
+fn data_that_have_changed_are_said_when_a_run_goes_on() {
+    let mut stage = Stage::new(&["--num-rollout", "2"]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert!(status == Some(0) && !words.contains("prompts"), "{status:?}: {words}");
+    stage.flags = ["--num-rollout", "3", "--rollout-shuffle"].map(str::to_owned).to_vec();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("goes on with --rollout-shuffle true; it was false"), "{words}");
+    assert!(words.contains("prompts or their order have changed"), "{words}");
+    let prompts = stage.at("prompts.jsonl");
+    let other = std::fs::read_to_string(&prompts).expect("prompts").replace("\"a\": \"4\"", "\"a\": \"5\"");
+    std::fs::write(&prompts, other).expect("prompts");
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("prompts or their order have changed"), "{words}");
+    let (_, words) = code(&mut stage.trainer(""));
+    assert!(!words.contains("changed"), "it was said: {words}");
+}
+
+#[test]
+fn run_whose_log_was_removed_says_that_prompts_come_again() {
+    let mut stage = Stage::new(&["--num-rollout", "2"]);
+    let _follower = stage.follower();
+    common::run(&mut stage.trainer(""));
+    std::fs::remove_dir_all(stage.at("rl/log")).expect("a log");
+    stage.flags = ["--num-rollout", "3"].map(str::to_owned).to_vec();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("none of the prompts that 2 steps were trained on"), "{words}");
+}
+
+#[test]
+fn learner_with_steps_that_the_run_never_did_is_refused() {
+    let first = Stage::new(&["--num-rollout", "1"]);
+    let _follower = first.follower();
+    common::run(&mut first.trainer(""));
+    let stage = Stage::new(&[]);
+    std::fs::create_dir_all(stage.at("rl/learner")).expect("a directory");
+    std::fs::copy(first.at("rl/learner/state.json"), stage.at("rl/learner/state.json")).expect("a state");
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(3), "{words}");
+    assert!(words.contains("`fake`") && words.contains("has done 1 steps"), "{words}");
+}
+
+#[test]
+fn metrics_that_are_no_text_do_not_end_the_run() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let (status, words) = code(stage.trainer("").env("DRIFTLESS_KILL_AT", "train.step:3"));
+    assert_eq!(status, None, "{words}");
+    let metrics = stage.at("rl/metrics.jsonl");
+    let whole = std::fs::read(&metrics).expect("metrics");
+    std::fs::write(&metrics, [b"\xff\xfe\n", whole.as_slice(), whole.as_slice()].concat()).expect("metrics");
+    common::run(&mut stage.trainer(""));
+    stage.check("with spoiled metrics");
+}
+
+#[test]
+fn run_of_no_steps_only_measures() {
+    let mut stage = Stage::new(&[]);
+    stage.flags = ["--num-rollout", "0", "--eval-prompt-data", "test"].map(str::to_owned).to_vec();
+    stage.flags.push(stage.at("prompts.jsonl").display().to_string());
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("rl: step 0: test: reward"), "{words}");
+    assert_eq!(Reader::open(stage.at("rl/log")).expect("a log").next_prompt(), 0);
+}
+
+#[test]
+fn steps_are_lines_where_there_is_no_terminal() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("rl: begins: 4 steps"), "{words}");
+    for step in 1..=STEPS {
+        let line = words.lines().find(|line| line.starts_with(&format!("rl: step {step}/{STEPS} reward ")));
+        let line = line.unwrap_or_else(|| panic!("step {step}: {words}"));
+        assert!(line.ends_with(&format!(" v{step}")), "{line}");
+    }
+}
+
+#[test]
+fn run_that_is_interrupted_says_what_is_done_and_goes_on() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let mut doomed = Process::start("trainer", stage.dir.path(), &mut stage.trainer("step:3:hang"));
+    doomed.until("two steps", |process| process.output().contains("rl: step 2/4").then_some(()));
+    let id = rustix::process::Pid::from_raw(doomed.id().cast_signed()).expect("a process");
+    rustix::process::kill_process(id, rustix::process::Signal::INT).expect("it runs");
+    let (status, words) = (doomed.wait(), doomed.output());
+    assert_eq!(status.signal(), Some(2), "{words}");
+    let said = "the run, with 2 of 4 steps done, was interrupted by SIGINT; the same command goes on";
+    assert!(words.contains(said), "{words}");
+    common::run(&mut stage.trainer("step:3:hang"));
+    stage.check("after an interruption");
+}
+
+#[test]
+fn engines_that_no_follower_brings_the_run_to_are_named() {
+    let stage = Stage::new(&["--update-deadline", "1"]);
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(4), "{words}");
+    for part in [
+        "is a follower of it beside each",
+        &stage.engine.address.to_string(),
+        "driftless follow --store",
+        "--run test",
+    ] {
+        assert!(words.contains(part), "{part}: {words}");
+    }
+}
+
+#[test]
+fn state_directory_that_was_removed_leaves_another_name() {
+    let stage = Stage::new(&["--num-rollout", "1"]);
+    let _follower = stage.follower();
+    common::run(&mut stage.trainer(""));
+    std::fs::remove_dir_all(stage.at("rl")).expect("a directory");
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("`test` is taken") && words.contains("--run NAME"), "{words}");
+    assert!(!words.contains("--resume"), "train has no such flag: {words}");
 }
 
 #[test]

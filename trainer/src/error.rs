@@ -271,6 +271,29 @@ pub enum Error {
         /// Why the last push failed.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// No engine came to the newest version of the run.
+    #[error("no engine came to the newest version of run `{run}`: is a follower of it beside each of them?")]
+    NotFollowed {
+        /// Name of the run.
+        run: String,
+        /// The store, as its user names it.
+        store: String,
+        /// What each of them does instead.
+        source: Box<driftless_bridge::Error>,
+    },
+    /// A learner says that it has done steps of which the run has no trace.
+    #[error(
+        "learner {learner} has done {step} steps, and neither the log, the store nor the metrics of the run in {path} \
+         have one: its state is of another run, or these were removed; bring them back, or begin with another directory"
+    )]
+    LearnerAhead {
+        /// Its name or command.
+        learner: String,
+        /// Its steps.
+        step: u64,
+        /// The state directory.
+        path: PathBuf,
+    },
     /// What pushes versions into engines cannot be set up.
     #[error("weights cannot be pushed")]
     PushSetUp {
@@ -364,10 +387,19 @@ impl fmt::Display for Place {
 
 /// Enough of a text to recognise it by, in one line.
 pub(crate) fn short(text: &str) -> String {
-    let mut start: String =
-        text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(120).collect();
-    if start.len() < text.len() {
-        start.push('…');
-    }
-    start
+    cut(text, 120)
+}
+
+/// So many letters of a text at most, in one line and without what a terminal would obey.
+pub(crate) fn cut(text: &str, letters: usize) -> String {
+    let mut start = text.chars();
+    let line = start.by_ref().take(letters).map(|letter| if letter.is_control() { ' ' } else { letter });
+    let line: String = line.collect();
+    if start.next().is_none() { line } else { line + "…" }
+}
+
+/// A line that another program wrote, without what a terminal would obey.
+pub(crate) fn plain(line: &[u8]) -> String {
+    let text = String::from_utf8_lossy(line);
+    text.trim_end().chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }

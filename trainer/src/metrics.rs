@@ -4,7 +4,7 @@ use crate::error::{Error, Result, io};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// One turn of the loop. Durations are in milliseconds, sizes in bytes.
@@ -17,9 +17,9 @@ pub struct StepMetrics {
     /// The same of each file of prompts, where there are several.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, f64>,
-    /// Share of the prompts with a sample whose reward is 1 or more.
-    #[serde(default)]
-    pub pass: f64,
+    /// Share of the prompts with a sample whose reward is 1, where every reward is −1, 0 or 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass: Option<f64>,
     /// Groups whose samples all have one reward: nothing can be learned from comparing them.
     #[serde(default)]
     pub groups_zero_std: u64,
@@ -165,10 +165,12 @@ pub struct PublicationMetrics {
     pub device_bytes: u64,
     /// Diff, encode, upload and commit.
     pub encode_publish_ms: f64,
-    /// Fetch, verify and apply on the slowest host.
-    pub prepare_ms: f64,
-    /// Longest time for which an engine did not generate.
-    pub pause_ms: f64,
+    /// Fetch, verify and apply on the slowest host, if its follower has told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prepare_ms: Option<f64>,
+    /// Longest time for which an engine did not generate because of this version, if that was told in time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_ms: Option<f64>,
     /// From commit until every engine served the version.
     pub convergence_ms: f64,
     /// Engines that the loop went on without: they did not answer, or were too slow.
@@ -209,8 +211,8 @@ impl From<EvalRecord> for EvalMetrics {
                     prompts: problems,
                     samples: 1,
                     reward: share,
-                    pass: share,
-                    pass_1: share,
+                    pass: Some(share),
+                    pass_1: Some(share),
                     ..SetMetrics::default()
                 };
                 sets.insert(name.to_owned(), set);
@@ -229,17 +231,24 @@ pub struct SetMetrics {
     pub samples: u64,
     /// Mean reward.
     pub reward: f64,
-    /// Share of the prompts with a sample whose reward is 1 or more: pass@k for k samples.
-    pub pass: f64,
-    /// Share of the samples that have a reward of 1 or more: pass@1.
-    #[serde(default)]
-    pub pass_1: f64,
+    /// Share of the prompts with a sample whose reward is 1: pass@k, with k samples of each. Absent unless every reward
+    /// is −1, 0 or 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass: Option<f64>,
+    /// Share of the samples whose reward is 1: pass@1. Absent where `pass` is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass_1: Option<f64>,
     /// Mean number of response tokens.
     pub response_length: f64,
     /// Share of the samples that were cut off at the token limit.
     pub truncated: f64,
     /// Prompts that these figures leave out, because a sample was not generated or got no reward.
     pub failed: u64,
+}
+
+/// Whether a reward says no more than right or wrong: only of such rewards a share of right answers is told.
+pub(crate) fn is_verdict(reward: f32) -> bool {
+    [-1.0, 0.0, 1.0].contains(&reward)
 }
 
 /// `metrics.jsonl` of a run; appended to, and cut back when a run resumes from an older checkpoint.
@@ -276,25 +285,21 @@ impl MetricsFile {
     }
 }
 
-/// The steps in a metrics file; none if it is absent. A torn last line is left out.
+/// The steps in a metrics file, each once and in order; none if it is absent. Lines that are no step are left out:
+/// a crash may have torn one.
 ///
 /// # Errors
 /// [`Error::Io`] with the path.
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
-    let file = match File::open(path) {
-        Ok(file) => file,
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(source) => return Err(io("open", path)(source)),
+        Err(source) => return Err(io("read", path)(source)),
     };
-    let mut steps = Vec::new();
-    for line in BufReader::new(file).lines() {
-        let line = line.map_err(io("read", path))?;
-        match serde_json::from_str(&line) {
-            Ok(step) => steps.push(step),
-            Err(_) => break,
-        }
-    }
-    Ok(steps)
+    let lines = bytes.split(|byte| *byte == b'\n');
+    let steps = lines.filter_map(|line| serde_json::from_slice::<StepMetrics>(line).ok());
+    let steps: BTreeMap<u64, StepMetrics> = steps.map(|step| (step.rollout_id, step)).collect();
+    Ok(steps.into_values().collect())
 }
 
 fn line(step: &StepMetrics, path: &Path) -> Result<String> {
@@ -308,6 +313,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn lines_that_are_no_step_or_stand_twice_are_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let step = |rollout_id| StepMetrics { rollout_id, ..StepMetrics::default() };
+        let line = |rollout_id| line(&step(rollout_id), &path).unwrap();
+        let text = format!("{}\nnot a step\n{}\n{}\n{}", line(0), line(1), line(1), &line(2)[..9]);
+        std::fs::write(&path, [b"\xff\xfe\n", text.as_bytes()].concat()).unwrap();
+        assert_eq!(read(&path).unwrap(), [step(0), step(1)]);
+        MetricsFile::open(&path, u64::MAX).unwrap().append(&step(2)).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
+    }
+
+    #[test]
     fn eval_of_an_older_run_is_read_as_named_sets() {
         let set = r#"{"prompts": 5, "samples": 2, "reward": 0.5, "pass": 0.8, "response_length": 3, "truncated": 0, "failed": 0}"#;
         let old =
@@ -316,9 +334,9 @@ mod tests {
         let figures = |set: &SetMetrics| (set.prompts, set.samples, set.reward, set.pass);
         let figures: Vec<_> = read.sets.iter().map(|(name, set)| (name.as_str(), figures(set))).collect();
         let expected = [
-            (HELD_OUT, (512, 1, 0.25, 0.25)),
-            (HELD_OUT_GREEDY, (512, 1, 0.5, 0.5)),
-            ("test", (5, 2, 0.5, 0.8)),
+            (HELD_OUT, (512, 1, 0.25, Some(0.25))),
+            (HELD_OUT_GREEDY, (512, 1, 0.5, Some(0.5))),
+            ("test", (5, 2, 0.5, Some(0.8))),
         ];
         assert_eq!(figures, expected);
         let written = serde_json::to_string(&read).unwrap();

@@ -81,6 +81,14 @@ async fn reply_that_is_no_reward_names_the_sample() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn answer_with_nan_says_what_to_answer_instead() {
+    let reply = r#"echo "{\"id\": $n, \"rewards\": [1, NaN]}""#;
+    let words = score(&command(reply, LONG)).await.unwrap_err();
+    assert!(words.contains("NaN and Infinity are no JSON, answer finite numbers"), "{words}");
+    assert!(!words.contains("not a line with"), "it has its id: {words}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_command_that_died_is_started_again_and_keeps_the_group() {
     let dir = tempfile::tempdir().unwrap();
     let mark = dir.path().join("died");
@@ -115,6 +123,7 @@ async fn a_command_is_asked_about_no_samples_before_the_run() {
     {
         let words = command(reply, LONG).ready().await.unwrap_err().to_string();
         assert!(words.contains("--custom-rm-command") && words.contains(found), "{words}");
+        assert!(words.contains("the first question, which has no samples"), "{words}");
     }
 }
 

@@ -72,6 +72,8 @@ fn place(dir: &Path) -> Workspace {
         model: "policy".into(),
         baseline: dir.join("baseline"),
         keep: 1,
+        anchor_every: None,
+        anchor_share: None,
     }
 }
 
@@ -109,6 +111,16 @@ fn child_that_says_what_no_reply_is_names_itself_and_its_words() {
 }
 
 #[test]
+fn words_of_a_child_are_cut_and_hold_no_escapes() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = child("step:1:escapes");
+    child.load(&place(dir.path())).unwrap();
+    let words = child.step(&Batch::default()).unwrap_err().to_string();
+    assert!(words.contains("[2Jlong long") && !words.contains('\u{1b}'), "{words:?}");
+    assert!(words.len() < 2000, "{}", words.len());
+}
+
+#[test]
 fn child_of_another_protocol_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let error = child("hello:1:protocol").load(&place(dir.path())).unwrap_err();
@@ -132,7 +144,8 @@ fn child_that_does_not_answer_in_time_is_killed_and_named() {
     // It never connects, and leaves a process of its own behind it.
     let error = child_of("sleep 1000 & wait".into(), deadline).load(&place).unwrap_err();
     let words = error.to_string();
-    assert!(words.contains("sleep 1000") && words.contains("nothing after 0.05 s"), "{words}");
+    assert!(words.contains("`sleep`") && words.contains("nothing after 0.05 s"), "{words}");
+    assert!(!words.contains("1000"), "the rest of a command line may hold secrets: {words}");
     // Were it not killed, the lock would still be held.
     child("").load(&place).unwrap();
 }

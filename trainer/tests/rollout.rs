@@ -230,7 +230,7 @@ async fn measuring_gives_mean_reward_and_pass_rate_and_logs_nothing() {
         sampling: SamplingParams::default(),
     };
     let measured = rollouts.clone().measure(&set, None).await.unwrap();
-    assert_eq!((measured.prompts, measured.failed, measured.pass), (3, 1, 1.0));
+    assert_eq!((measured.prompts, measured.failed, measured.pass), (3, 1, Some(1.0)));
     assert!((measured.reward - 4.0 / 6.0).abs() < 1e-9, "{measured:?}");
     assert_eq!(rollouts.log.reader().next_prompt(), 0);
 }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use driftless_bridge::Label;
 use driftless_bridge::push::nccl::{Group, GroupOptions};
 use driftless_bridge::push::{PushActivator, PushOptions};
 use driftless_delta::Element;
@@ -300,7 +301,7 @@ fn every_version_is_pushed_into_all_engines_and_compared() {
     for step in &steps {
         let publication = step.publication.as_ref().unwrap();
         assert_eq!((publication.engines_checked, publication.engines_behind), (2, 0));
-        assert!(publication.pause_ms > 0.0);
+        assert!(publication.pause_ms > Some(0.0));
     }
     // Version 0 too: the engines did not say what they had.
     let opened = stage.log.lock().unwrap().iter().filter(|line| line.starts_with("open")).count();
@@ -344,6 +345,24 @@ fn the_only_engine_started_again_amid_a_rollout_is_brought_back() {
         }
     });
     assert_eq!(outcome.unwrap().steps.len() as u64, STEPS);
+    stage.assert_there(&stage.fakes[0]);
+}
+
+#[test]
+fn reply_labelled_with_an_unpublished_version_is_asked_again() {
+    let stage = Stage::new(1);
+    let store = stage.store.clone();
+    let outcome = stage.train(move |rollout, fakes| {
+        if rollout == 0 {
+            let run = Run::open(store.clone(), NAME).unwrap().id().to_string();
+            for version in ["6", "18446744073709551615"] {
+                let label = format!("{}:{version}", &run[..Label::RUN_DIGITS]);
+                fakes[0].fault("POST /generate", Fault::Label(label.leak()));
+            }
+        }
+    });
+    let steps = outcome.unwrap().steps;
+    assert_eq!(steps.iter().map(|step| step.staleness_max).collect::<Vec<_>>(), [0; STEPS as usize]);
     stage.assert_there(&stage.fakes[0]);
 }
 

@@ -1,5 +1,6 @@
 //! What a subcommand can end with, and the exit code of each.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
@@ -32,7 +33,7 @@ pub(crate) enum Error {
     #[error("results cannot be written to standard output")]
     Output(#[source] std::io::Error),
     #[error("{what} was interrupted by {}; the same command goes on from what is stored", signal_name(*signal))]
-    Interrupted { what: &'static str, signal: i32 },
+    Interrupted { what: Cow<'static, str>, signal: i32 },
     #[error("{what}: {damaged} damaged, see above")]
     Damaged { what: String, damaged: u64 },
     #[error(
@@ -97,7 +98,7 @@ impl Error {
             Error::Transport(error) => transport_hint(error),
             Error::Relay(driftless::relay::Error::Transport(error)) => transport_hint(error),
             Error::Relay(driftless::relay::Error::Http(error)) | Error::Http(error) => http_hint(error),
-            Error::Trainer(_) => flags_hint(self),
+            Error::Trainer(error) => trainer_hint(error).or_else(|| flags_hint(self)),
             #[cfg(feature = "torch")]
             Error::Torch(_) => flags_hint(self),
             _ => None,
@@ -192,6 +193,22 @@ fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
             let missing = || format!("no credentials were found: set {}", variables.join(" or "));
             (!found).then(missing)
         }
+        _ => None,
+    }
+}
+
+fn trainer_hint(error: &driftless::trainer::Error) -> Option<String> {
+    use driftless::trainer::Error as Trainer;
+    use driftless::transport::Error as Transport;
+    match error {
+        Trainer::Transport(Transport::RunExists { .. }) => {
+            Some("--run NAME names another; that run goes on from its own --save directory only".to_owned())
+        }
+        Trainer::NotFollowed { run, store, .. } => Some(format!(
+            "beside each engine: driftless follow --store {store} --run {run} --checkpoint-dir DIR --hf-checkpoint DIR \
+             --engine URL"
+        )),
+        Trainer::Transport(error) => transport_hint(error),
         _ => None,
     }
 }
@@ -305,7 +322,11 @@ fn trainer_code(error: &driftless::trainer::Error) -> u8 {
         Trainer::Bridge(error) => bridge_code(error),
         Trainer::Transport(error) => transport_code(error),
         Trainer::Input { .. } => 2,
-        Trainer::Json { .. } | Trainer::OtherRun { .. } | Trainer::Resume { .. } => 3,
+        Trainer::NotFollowed { source, .. } => bridge_code(source),
+        Trainer::Json { .. }
+        | Trainer::OtherRun { .. }
+        | Trainer::LearnerAhead { .. }
+        | Trainer::Resume { .. } => 3,
         Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } => 4,
         #[cfg(feature = "torch")]
         Trainer::Learner { source, .. } => source.downcast_ref().map_or(1, torch_code),

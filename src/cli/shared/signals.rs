@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM and SIGHUP (a closed terminal), for commands that have something to put in order first.
+//! SIGINT, SIGTERM and SIGHUP (a closed terminal), for commands that have something to put in order or to say first.
 //! They end all other commands at once, as they end any program.
 
 use crate::cli::shared::error::{Error, Result, signal_name};
@@ -9,6 +9,7 @@ use driftless::transport::Error as Transport;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::time::Duration;
+use tokio::runtime::Handle;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time in which a command that holds no engine has to end by itself. What it leaves then is what a crash
@@ -32,14 +33,10 @@ pub(crate) fn stop_on_signals_or(
 ) -> Result<()> {
     let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
     let runtime = runtime::handle().map_err(start)?;
-    // From here on none of them ends the process by itself, whenever the thread gets to run.
-    let mut signals = {
-        let _inside = runtime.enter();
-        Signals {
-            interrupted: signal(SignalKind::interrupt()).map_err(start)?,
-            terminated: signal(SignalKind::terminate()).map_err(start)?,
-            hung_up: if hangup_ignored() { None } else { Some(signal(SignalKind::hangup()).map_err(start)?) },
-        }
+    let mut signals = Signals {
+        interrupted: Some(handled(&runtime, SignalKind::interrupt()).map_err(start)?),
+        terminated: Some(handled(&runtime, SignalKind::terminate()).map_err(start)?),
+        hung_up: unless_ignored(&runtime, SignalKind::hangup()).map_err(start)?,
     };
     let stop = stop.clone();
     let watch = move || {
@@ -58,41 +55,73 @@ pub(crate) fn stop_on_signals_or(
     Ok(())
 }
 
+/// A signal ends the process at once, by that signal, once it has said that `what` was interrupted. One that it was
+/// started with ignored stays so: a shell does that to SIGINT for what it runs in the background.
+#[expect(unsafe_code, reason = "the signal ends the process as it does without a handler")]
+pub(crate) fn end_on_signals(what: impl FnOnce() -> String + Send + 'static) -> Result<()> {
+    let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
+    let runtime = runtime::handle().map_err(start)?;
+    let mut signals = Signals {
+        interrupted: unless_ignored(&runtime, SignalKind::interrupt()).map_err(start)?,
+        terminated: unless_ignored(&runtime, SignalKind::terminate()).map_err(start)?,
+        hung_up: unless_ignored(&runtime, SignalKind::hangup()).map_err(start)?,
+    };
+    let watch = move || {
+        let signal = runtime.block_on(signals.next());
+        fail(&Error::Interrupted { what: what().into(), signal });
+        // SAFETY: both may be called from any thread. Nothing of this program depends on how the signal is handled,
+        // as it ends here.
+        unsafe {
+            libc::signal(signal, libc::SIG_DFL);
+            libc::raise(signal);
+        }
+    };
+    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(start)?;
+    Ok(())
+}
+
+/// Those that are handled.
 struct Signals {
-    interrupted: Signal,
-    terminated: Signal,
-    /// `None` under `nohup`.
+    interrupted: Option<Signal>,
+    terminated: Option<Signal>,
     hung_up: Option<Signal>,
 }
 
 impl Signals {
     /// The number of the next signal.
     async fn next(&mut self) -> i32 {
-        let hung_up = async {
-            match &mut self.hung_up {
-                Some(signal) => signal.recv().await,
-                None => std::future::pending().await,
-            }
+        let came = async |signal: &mut Option<Signal>| match signal {
+            Some(signal) => signal.recv().await,
+            None => std::future::pending().await,
         };
         tokio::select! {
-            _ = self.interrupted.recv() => SignalKind::interrupt().as_raw_value(),
-            _ = self.terminated.recv() => SignalKind::terminate().as_raw_value(),
-            _ = hung_up => SignalKind::hangup().as_raw_value(),
+            _ = came(&mut self.interrupted) => SignalKind::interrupt().as_raw_value(),
+            _ = came(&mut self.terminated) => SignalKind::terminate().as_raw_value(),
+            _ = came(&mut self.hung_up) => SignalKind::hangup().as_raw_value(),
         }
     }
 }
 
-/// Whether the process was started with SIGHUP ignored, as `nohup` does: a handler would undo that.
-fn hangup_ignored() -> bool {
+/// From here on the signal does not end the process by itself, whenever the thread gets to run.
+fn handled(runtime: &Handle, kind: SignalKind) -> std::io::Result<Signal> {
+    let _inside = runtime.enter();
+    signal(kind)
+}
+
+/// The same, unless the process was started with the signal ignored, as `nohup` does to SIGHUP: a handler would undo
+/// that.
+fn unless_ignored(runtime: &Handle, kind: SignalKind) -> std::io::Result<Option<Signal>> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default();
     // Bit n - 1 of the mask is signal n.
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
+    let ignored = mask >> (kind.as_raw_value() - 1) & 1 == 1;
+    if ignored { Ok(None) } else { handled(runtime, kind).map(Some) }
 }
 
 /// How `what` ended: by the signal that came.
 pub(crate) fn interruption(what: &'static str) -> Error {
-    Error::Interrupted { what, signal: CAME.load(Relaxed) }
+    Error::Interrupted { what: what.into(), signal: CAME.load(Relaxed) }
 }
 
 /// Names the signal as the cause of work that was given up for it.

@@ -5,12 +5,14 @@ use crate::cli::shared::numbers;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
 use driftless::trainer::tasks::{DataSource, Task};
+use serde::{Serialize as _, Serializer};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Flags with slime's names, `-command` for `-path`. Each takes a command, which speaks JSON lines, or the URL
 /// of a service.
-#[derive(clap::Args)]
+#[derive(clap::Args, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[command(
     next_help_heading = "Hooks: each a command that speaks JSON lines, or http://host:port/path; see docs/hooks.md"
 )]
@@ -21,42 +23,59 @@ pub(crate) struct HookArgs {
     /// Service that rewards answers: it is sent {"prompt", "response", "label", "metadata"} and answers with
     /// a number.
     #[arg(long, value_name = "URL", conflicts_with = "custom_rm_command")]
+    #[serde(serialize_with = "digest")]
     rm_url: Option<String>,
     /// Ask --rm-url for the samples of a prompt together, as --custom-rm-command always is.
     #[arg(long)]
     group_rm: bool,
     /// Rewards answers.
     #[arg(long, value_name = "HOOK")]
+    #[serde(serialize_with = "digest")]
     custom_rm_command: Option<String>,
     /// Makes prompts, in place of --prompt-data.
     #[arg(long, value_name = "HOOK", conflicts_with_all = ["prompt_data", "task"])]
+    #[serde(serialize_with = "digest")]
     data_source_command: Option<String>,
     /// Makes answers, out of one or several generations.
     #[arg(long, value_name = "HOOK")]
+    #[serde(serialize_with = "digest")]
     custom_generate_command: Option<String>,
     /// Learn only from groups whose rewards differ; the next prompts take the others' place.
     #[arg(long, value_enum, value_name = "NAME", conflicts_with = "dynamic_sampling_filter_command")]
     dynamic_sampling_filter: Option<SamplingFilter>,
     /// Chooses the groups that are learned from; the next prompts take the others' place.
     #[arg(long, value_name = "HOOK")]
+    #[serde(serialize_with = "digest")]
     dynamic_sampling_filter_command: Option<String>,
     /// Chooses the samples of a group that are trained on. The others count for advantages only.
     #[arg(long, value_name = "HOOK")]
+    #[serde(serialize_with = "digest")]
     rollout_sample_filter_command: Option<String>,
     /// Changes the rewards of a group before they are logged.
     #[arg(long, value_name = "HOOK")]
+    #[serde(serialize_with = "digest")]
     custom_reward_post_process_command: Option<String>,
     /// Processes of each command that work side by side.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<usize>())]
+    #[serde(skip)]
     hook_processes: usize,
     /// Seconds that a command or service may take for an answer.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
+    #[serde(skip)]
     hook_deadline: u64,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
+/// The start of a hook's digest: what a command or a URL says may be secret.
+#[expect(clippy::ref_option, reason = "serde calls it so")]
+fn digest<S: Serializer>(hook: &Option<String>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    let digest = |hook: &String| format!("digest {}", &blake3::hash(hook.as_bytes()).to_hex()[..8]);
+    hook.as_ref().map(digest).serialize(serializer)
+}
+
+#[derive(Clone, Copy, clap::ValueEnum, serde::Serialize)]
 enum SamplingFilter {
     #[value(name = "check_reward_nonzero_std")]
+    #[serde(rename = "check_reward_nonzero_std")]
     NonzeroStd,
 }
 

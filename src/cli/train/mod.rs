@@ -12,6 +12,7 @@ pub(crate) mod task;
 use crate::cli::shared::error::absent;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, line_out};
+use crate::cli::shared::signals::end_on_signals;
 use crate::cli::shared::transport::TransportArgs;
 use crate::cli::shared::{keys, numbers, paths, store};
 #[cfg(feature = "torch")]
@@ -32,7 +33,7 @@ use learn::LearnArgs;
 use report::Summary;
 #[cfg(feature = "torch")]
 use sft::SftArgs;
-use show::observer;
+use show::Show;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use task::TaskArgs;
@@ -90,8 +91,9 @@ pub(crate) struct Args {
     /// beside each training checkpoint instead, for SFT after each step, named by the steps done.
     #[arg(long, value_name = "DIR")]
     save_hf: Option<PathBuf>,
-    /// Steps of the run; for SFT, optimiser steps [default: as many as --num-epoch needs].
-    #[arg(long, value_parser = numbers::count::<u64>())]
+    /// Steps of the run; for SFT, optimiser steps. 0 only measures on held-out prompts [default: as many as --num-epoch
+    /// needs].
+    #[arg(long, value_parser = numbers::ordinal())]
     num_rollout: Option<u64>,
     /// Seed of weights, data and sampling.
     #[arg(long, default_value_t = 1)]
@@ -225,6 +227,12 @@ struct UpdateArgs {
     /// not replay the chain.
     #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     anchor_every: Option<u64>,
+    /// The same whenever the deltas since the last full tensors weigh this share of their bytes, or more.
+    #[arg(long, value_name = "SHARE", value_parser = numbers::positive)]
+    anchor_share: Option<f64>,
+    /// After each version remove those that no follower needs, as `driftless gc --keep` does.
+    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
+    keep: Option<u64>,
     #[command(flatten)]
     sign: keys::SignArgs,
     #[command(flatten)]
@@ -280,6 +288,12 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         deterministic(&args.device)?;
     }
     match args.loss_type {
+        #[cfg(feature = "torch")]
+        LossType::Sft if args.num_rollout == Some(0) => Err(Error::Usage {
+            what: "--num-rollout".to_owned(),
+            expected: "at least 1 with --loss-type sft_loss".to_owned(),
+            found: "0".to_owned(),
+        }),
         #[cfg(feature = "torch")]
         LossType::Sft => sft::run(args, output),
         #[cfg(not(feature = "torch"))]
@@ -338,10 +352,13 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     args.update.transport.log();
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
-    let (save, notify) = (args.save.clone(), args.update.notify.notify()?);
+    let save = args.save.clone();
     let learner = learner(&args)?;
     let options = train_options(args)?;
-    let outcome = train(&options, learner(&options), observer(options.num_rollout, notify))?;
+    let show = Show::new(options.num_rollout);
+    let shown = show.clone();
+    end_on_signals(move || shown.run())?;
+    let outcome = train(&options, learner(&options), show.observer())?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
     let page = report::write(&save, &outcome.steps, &summary)?;
     output.print(&summary, Summary::table)?;
@@ -466,6 +483,9 @@ impl UpdateArgs {
             .with_update_weight_mode(self.update_weight_mode)
             .with_update_weights_interval(self.update_weights_interval)
             .with_anchor_every(self.anchor_every)
+            .with_anchor_share(self.anchor_share)
+            .with_keep_versions(self.keep)
+            .with_notify(self.notify.notify()?)
             .with_check_weight_update_equal(self.check_weight_update_equal)
             .with_update_deadline(Duration::from_secs(self.update_deadline)))
     }
@@ -502,6 +522,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_num_rollout(num_rollout)
             .with_rollout_batch_size(rollout_batch_size)
             .with_n_samples_per_prompt(n_samples_per_prompt)
+            .with_data(args.task.settings())
             .with_rollout_external_engine_addrs(rollout.rollout_external_engine_addrs)
             .with_keys(keys)
             .with_mode(if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous })

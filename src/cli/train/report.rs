@@ -24,7 +24,13 @@ pub(crate) struct Summary {
     pub(crate) eval_start: Option<EvalMetrics>,
     pub(crate) eval_end: Option<EvalMetrics>,
     pub(crate) steps: usize,
+    /// Mean reward of the rollouts of the first tenth of the steps, and of the last.
+    pub(crate) reward_start: f64,
+    pub(crate) reward_end: f64,
+    /// Versions that steps published, and the number of the newest. Steps that were learned again after a crash had
+    /// others.
     pub(crate) versions: usize,
+    pub(crate) version_newest: Option<u64>,
     pub(crate) publication_bytes: u64,
     pub(crate) full_bytes: u64,
     pub(crate) density_mean: f64,
@@ -43,20 +49,27 @@ impl Summary {
     /// `eval_start` is what was measured before the first step.
     pub(crate) fn of(steps: &[StepMetrics], eval_start: Option<EvalMetrics>) -> Self {
         let published: Vec<_> = steps.iter().filter_map(|s| s.publication.as_ref()).collect();
-        let median_of = |f: fn(&PublicationMetrics) -> f64| median(published.iter().map(|p| f(p)).collect());
+        let median_of = |f: fn(&PublicationMetrics) -> Option<f64>| {
+            median(published.iter().filter_map(|p| f(p)).collect())
+        };
+        let tenth = steps.len().div_ceil(10);
+        let reward = |steps: &[StepMetrics]| mean(steps.iter().map(|step| step.reward));
         Summary {
             eval_start,
             eval_end: steps.iter().rev().find_map(|s| s.eval.clone()),
             steps: steps.len(),
+            reward_start: reward(&steps[..tenth]),
+            reward_end: reward(&steps[steps.len() - tenth..]),
             versions: published.len(),
+            version_newest: published.iter().map(|p| p.version).max(),
             publication_bytes: published.iter().map(|p| p.publication_bytes).sum(),
             full_bytes: published.iter().map(|p| p.full_bytes).sum(),
             density_mean: mean(published.iter().map(|p| p.density)),
-            encode_publish_ms_median: median_of(|p| p.encode_publish_ms),
+            encode_publish_ms_median: median_of(|p| Some(p.encode_publish_ms)),
             prepare_ms_median: median_of(|p| p.prepare_ms),
             pause_ms_median: median_of(|p| p.pause_ms),
-            pause_ms_max: published.iter().map(|p| p.pause_ms).fold(0.0, f64::max),
-            convergence_ms_median: median_of(|p| p.convergence_ms),
+            pause_ms_max: published.iter().filter_map(|p| p.pause_ms).fold(0.0, f64::max),
+            convergence_ms_median: median_of(|p| Some(p.convergence_ms)),
             staleness_mean: mean(steps.iter().map(|s| s.staleness_mean)),
             staleness_max: steps.iter().map(|s| s.staleness_max).max().unwrap_or(0),
             log_prob_diff_mean: mean(steps.iter().map(|s| s.stats.log_prob_diff_mean)),
@@ -67,38 +80,50 @@ impl Summary {
     /// Label and value, a line each.
     pub(crate) fn rows(&self) -> Vec<(&str, String)> {
         let mut rows = Vec::new();
-        let before = |name: &String| self.eval_start.as_ref().and_then(|start| start.sets.get(name));
-        for (name, set) in self.eval_end.iter().flat_map(|end| &end.sets) {
-            let before =
-                before(name).map_or_else(String::new, |before| format!("reward {:.3} -> ", before.reward));
+        // A run of no steps was measured once.
+        let (start, end) = match &self.eval_end {
+            Some(end) => (self.eval_start.as_ref(), Some(end)),
+            None => (None, self.eval_start.as_ref()),
+        };
+        for (name, set) in end.iter().flat_map(|end| &end.sets) {
+            let before = start.and_then(|start| start.sets.get(name));
+            let before = before.map_or_else(String::new, |before| format!("reward {:.3} -> ", before.reward));
             rows.push((name.as_str(), format!("{before}{}", describe(set))));
         }
-        let ratio = self.full_bytes as f64 / self.publication_bytes.max(1) as f64;
-        rows.extend([
-            ("steps, versions", format!("{}, {}", self.steps, self.versions)),
-            (
-                "bytes published",
-                format!(
-                    "{} against {} in full, {ratio:.1}x fewer",
-                    bytes(self.publication_bytes),
-                    bytes(self.full_bytes)
-                ),
-            ),
-            ("density", format!("{:.1} % of the elements changed, mean", 100.0 * self.density_mean)),
-            ("encode+publish", format!("{:.1} ms median", self.encode_publish_ms_median)),
-            ("prepare", format!("{:.1} ms median", self.prepare_ms_median)),
-            ("pause", format!("{:.1} ms median, {:.1} ms longest", self.pause_ms_median, self.pause_ms_max)),
-            ("convergence", format!("{:.1} ms median", self.convergence_ms_median)),
-            ("staleness", format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max)),
-            (
+        rows.push(("steps", self.steps.to_string()));
+        if self.steps > 0 {
+            let (start, end) = (self.reward_start, self.reward_end);
+            rows.push(("reward", format!("{start:.3} -> {end:.3}  (first and last tenth of the steps)")));
+        }
+        rows.extend(self.version_newest.into_iter().flat_map(|newest| self.published(newest)));
+        if self.log_prob_diff_max > 0.0 {
+            // With older weights it is also that of the weights.
+            let of = if self.staleness_max > 0 { "and the weights' age" } else { "of the same weights" };
+            let (mean, max) = (self.log_prob_diff_mean, self.log_prob_diff_max);
+            rows.push((
                 "log-prob difference",
-                format!(
-                    "{:.1e} mean, {:.1e} at most (trainer against engines)",
-                    self.log_prob_diff_mean, self.log_prob_diff_max
-                ),
-            ),
-        ]);
+                format!("{mean:.1e} mean, {max:.1e} at most  (trainer against engines, {of})"),
+            ));
+        }
         rows
+    }
+
+    /// What became of the versions, of which this is the newest.
+    fn published(&self, newest: u64) -> Vec<(&'static str, String)> {
+        let ratio = self.full_bytes as f64 / self.publication_bytes.max(1) as f64;
+        let (published, full) = (bytes(self.publication_bytes), bytes(self.full_bytes));
+        let (pause, longest) = (self.pause_ms_median, self.pause_ms_max);
+        let median = |milliseconds: f64, what: &str| format!("{milliseconds:.1} ms median  ({what})");
+        vec![
+            ("newest version", newest.to_string()),
+            ("bytes published", format!("{published} against {full} in full, {ratio:.1}x fewer")),
+            ("density", format!("{:.1} % of the elements changed, mean", 100.0 * self.density_mean)),
+            ("publish", median(self.encode_publish_ms_median, "encode and store a version")),
+            ("prepare", median(self.prepare_ms_median, "fetch and apply it on the slowest host")),
+            ("pause", format!("{pause:.1} ms median, {longest:.1} ms longest  (an engine did not generate)")),
+            ("update", median(self.convergence_ms_median, "from its commit until all engines serve it")),
+            ("staleness", format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max)),
+        ]
     }
 
     /// The table for a terminal.
@@ -174,20 +199,22 @@ fn held_out<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> Vec<Series<'a
 
 /// What was measured on a set, in one line.
 pub(crate) fn describe(set: &SetMetrics) -> String {
+    let SetMetrics { reward, prompts, samples, response_length, .. } = set;
+    let pass =
+        |k: u64, share: Option<f64>| share.map(|share| format!(", pass@{k} {share:.3}")).unwrap_or_default();
+    let of_one = pass(1, set.pass_1);
+    let of_several = if *samples > 1 { pass(*samples, set.pass) } else { String::new() };
     let failed = if set.failed > 0 { format!(", {} failed", set.failed) } else { String::new() };
-    let of_several =
-        if set.samples > 1 { format!(", pass@{} {:.3}", set.samples, set.pass) } else { String::new() };
-    let SetMetrics { reward, pass_1, prompts, response_length, .. } = set;
     let truncated = 100.0 * set.truncated;
     format!(
-        "reward {reward:.3}, pass@1 {pass_1:.3}{of_several} of {prompts} prompts{failed}, {response_length:.1} tokens, \
+        "reward {reward:.3}{of_one}{of_several} of {prompts} prompts{failed}, {response_length:.1} tokens, \
          {truncated:.1} % cut off"
     )
 }
 
 fn plots<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> [Plot<'a>; 4] {
-    let published = |f: fn(&PublicationMetrics) -> f64| -> Points {
-        let point = |s: &StepMetrics| s.publication.as_ref().map(|p| (s.rollout_id as f64 + 1.0, f(p)));
+    let published = |f: fn(&PublicationMetrics) -> Option<f64>| -> Points {
+        let point = |s: &StepMetrics| Some((s.rollout_id as f64 + 1.0, f(s.publication.as_ref()?)?));
         steps.iter().filter_map(point).collect()
     };
     let reward = steps.iter().map(|s| (s.rollout_id as f64, s.reward)).collect();
@@ -199,15 +226,15 @@ fn plots<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> [Plot<'a>; 4] {
             title: "density",
             unit: "% of elements changed",
             top: None,
-            series: vec![("", BLUE, published(|p| 100.0 * p.density))],
+            series: vec![("", BLUE, published(|p| Some(100.0 * p.density)))],
         },
         Plot {
             title: "bytes per version",
             unit: "KiB",
             top: None,
             series: vec![
-                ("published", BLUE, published(|p| p.publication_bytes as f64 / 1024.0)),
-                ("in full", ORANGE, published(|p| p.full_bytes as f64 / 1024.0)),
+                ("published", BLUE, published(|p| Some(p.publication_bytes as f64 / 1024.0))),
+                ("in full", ORANGE, published(|p| Some(p.full_bytes as f64 / 1024.0))),
             ],
         },
         Plot {

@@ -1,61 +1,237 @@
-//! What `driftless train` shows while it runs.
+//! What `driftless train` shows while it runs: a bar on a terminal, else a line for each step and for what is waited
+//! for.
 
 use crate::cli::shared::output::say;
 use crate::cli::shared::progress;
 use crate::cli::train::report;
+use driftless::trainer::metrics::StepMetrics;
 use driftless::trainer::{Event, Observer};
-use driftless::transport::Version;
-use driftless::transport::publish::Notify;
 use indicatif::ProgressBar;
+use std::fmt::Write as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
 
-/// Shows a run on a progress bar, and its turning points as lines; tells followers of its versions.
-pub(super) fn observer(steps: u64, notify: Option<Notify>) -> Observer {
-    let bar = progress::bar(steps, "rl");
-    Arc::new(move |event| {
-        if let (Event::Published { version }, Some(notify)) = (&event, &notify) {
-            notify.tell(Version(*version));
-        }
-        show(&bar, &event);
-    })
+/// How long something may be waited for before a line says so; twice as long before the next one.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for samples, which take their time.
+const PATIENCE_FOR_SAMPLES: Duration = Duration::from_secs(60);
+
+/// Shows a run of so many steps, and counts those that are done.
+pub(super) struct Show {
+    bar: ProgressBar,
+    steps: u64,
+    done: AtomicU64,
+    /// To the thread that tells of waits; absent on a terminal, where the bar does.
+    waits: Option<Sender<Option<Wait>>>,
 }
 
-fn show(bar: &ProgressBar, event: &Event<'_>) {
-    match event {
-        Event::Begin { step, of } => {
-            if *step > 0 {
-                line(bar, &format!("rl: going on at step {step} of {of}"));
+impl Show {
+    pub(super) fn new(steps: u64) -> Arc<Self> {
+        let bar = progress::bar(steps, "rl");
+        let waits = bar.is_hidden().then(|| {
+            let (sender, receiver) = channel();
+            let thread = std::thread::Builder::new().name("waits".to_owned());
+            // Without the thread, waits are not told of.
+            let _ = thread.spawn(move || tell_waits(&receiver));
+            sender
+        });
+        Arc::new(Show { bar, steps, done: AtomicU64::new(0), waits })
+    }
+
+    pub(super) fn observer(self: &Arc<Self>) -> Observer {
+        let show = self.clone();
+        Arc::new(move |event| show.event(&event))
+    }
+
+    /// The run, for a message that ends it.
+    pub(super) fn run(&self) -> String {
+        format!("the run, with {} of {} steps done,", self.done.load(Relaxed), self.steps)
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        match event {
+            Event::Waiting { what, on } => return self.wait(what, on, PATIENCE),
+            Event::Generating { rollout, done, total } => {
+                let samples = format!("{done} of {total} samples");
+                return self.wait(&format!("rollout {rollout}"), &samples, PATIENCE_FOR_SAMPLES);
             }
-            bar.set_position(*step);
+            _ => {}
         }
-        Event::Waiting { what } => bar.set_message(format!("waiting for {what}")),
-        Event::Generating { rollout, done, total } => {
-            bar.set_message(format!("rollout {rollout}: {done} of {total} samples"));
+        if let Some(waits) = &self.waits {
+            // It runs as long as this value is there.
+            let _ = waits.send(None);
         }
-        Event::Changed { name, then, now } => {
-            line(bar, &format!("rl: goes on with {name} {now}; it was {then} up to the last checkpoint"));
-        }
-        Event::Skipped { rollout, what } => {
-            line(bar, &format!("rl: step {rollout} is left out: {what}"));
-        }
-        Event::LearnerLost { error } => {
-            line(bar, &format!("rl: {error}"));
-            line(bar, "rl: the learner is started again, from its last checkpoint");
-        }
-        Event::Evaluated { step, eval } => {
-            for (name, set) in &eval.sets {
-                line(bar, &format!("rl: step {step}: {name}: {}", report::describe(set)));
+        match event {
+            Event::Begin { step, of } => {
+                self.line(&match step {
+                    0 => format!("begins: {of} steps"),
+                    _ => format!("going on at step {step} of {of}"),
+                });
+                self.progress(*step);
             }
+            Event::LogMissing { step } => self.line(&format!(
+                "the rollout log has none of the prompts that {step} steps were trained on; they are taken again"
+            )),
+            Event::Changed { name, then, now } => {
+                self.line(&format!("goes on with {name} {now}; it was {then} before"));
+            }
+            Event::OtherPrompts => {
+                self.line("prompts or their order have changed: some may be trained on again, and others never");
+            }
+            Event::Skipped { rollout, what } => self.line(&format!("step {rollout} is left out: {what}")),
+            Event::LearnerLost { error } => {
+                self.line(&error.to_string());
+                self.line("the learner is started again, from its last checkpoint");
+            }
+            Event::Evaluated { step, eval } => {
+                for (name, set) in &eval.sets {
+                    self.line(&format!("step {step}: {name}: {}", report::describe(set)));
+                }
+            }
+            Event::Step(step) => {
+                self.progress(step.rollout_id + 1);
+                self.bar.set_message(format!("reward {:.3}", step.reward));
+                if self.bar.is_hidden() {
+                    self.line(&describe(step, self.steps));
+                }
+            }
+            _ => {}
         }
-        Event::Step(step) => {
-            bar.set_position(step.rollout_id + 1);
-            bar.set_message(format!("reward {:.3}", step.reward));
+    }
+
+    fn progress(&self, done: u64) {
+        self.done.store(done, Relaxed);
+        self.bar.set_position(done);
+    }
+
+    fn wait(&self, what: &str, on: &str, patience: Duration) {
+        let wait =
+            Wait { what: what.to_owned(), on: on.to_owned(), begun: Instant::now(), tell_after: patience };
+        self.bar.set_message(wait.text());
+        if let Some(waits) = &self.waits {
+            // It runs as long as this value is there.
+            let _ = waits.send(Some(wait));
         }
-        _ => {}
+    }
+
+    /// A line above the bar; plain where there is no bar to be seen.
+    fn line(&self, text: &str) {
+        let text = format!("rl: {text}");
+        if self.bar.is_hidden() { say(&text) } else { self.bar.println(text) }
     }
 }
 
-/// A line above the bar; plain where there is no bar to be seen.
-fn line(bar: &ProgressBar, text: &str) {
-    if bar.is_hidden() { say(text) } else { bar.println(text) }
+/// Something that is waited for.
+struct Wait {
+    what: String,
+    /// More about it, as far as it is known.
+    on: String,
+    begun: Instant,
+    tell_after: Duration,
+}
+
+impl Wait {
+    fn text(&self) -> String {
+        let colon = if self.on.is_empty() { "" } else { ": " };
+        format!("waiting for {}{colon}{}", self.what, self.on)
+    }
+
+    /// The line that tells of it once it has lasted; the next is due after twice the time.
+    fn tell(&mut self) -> String {
+        let line = format!("rl: {} ({} s)", self.text(), self.tell_after.as_secs());
+        self.tell_after *= 2;
+        line
+    }
+}
+
+/// Tells of waits that last. A wait ends with the next one of another name, or with none.
+fn tell_waits(waits: &Receiver<Option<Wait>>) {
+    let mut current: Option<Wait> = None;
+    loop {
+        let next = match &current {
+            Some(wait) => {
+                waits.recv_timeout((wait.begun + wait.tell_after).saturating_duration_since(Instant::now()))
+            }
+            None => waits.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        match (next, &mut current) {
+            (Ok(Some(next)), Some(wait)) if next.what == wait.what => wait.on = next.on,
+            (Ok(next), current) => *current = next,
+            (Err(RecvTimeoutError::Timeout), Some(wait)) => say(&wait.tell()),
+            (Err(_), _) => return,
+        }
+    }
+}
+
+/// A step in one line. Times are in seconds; what is usual is left out.
+fn describe(step: &StepMetrics, of: u64) -> String {
+    let seconds = |milliseconds: f64| milliseconds / 1e3;
+    let mut line = format!(
+        "step {}/{of} reward {:.3} len {:.1} gen {:.1} s train {:.1} s",
+        step.rollout_id + 1,
+        step.reward,
+        step.response_length,
+        seconds(step.generate_ms),
+        seconds(step.train_ms),
+    );
+    // Writing to a string cannot fail.
+    if let Some(published) = &step.publication {
+        let update = seconds(published.encode_publish_ms + published.convergence_ms);
+        let _ = write!(line, " update {update:.1} s v{}", published.version);
+        if published.engines_behind > 0 {
+            let _ = write!(line, " without {} engines", published.engines_behind);
+        }
+    }
+    for (name, count) in [("failed", step.groups_failed), ("filtered", step.groups_filtered)] {
+        if count > 0 {
+            let _ = write!(line, " {name} {count}");
+        }
+    }
+    if step.skipped {
+        line.push_str(" left out");
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use driftless::trainer::metrics::PublicationMetrics;
+
+    fn step() -> StepMetrics {
+        let publication = PublicationMetrics {
+            version: 13,
+            encode_publish_ms: 150.0,
+            convergence_ms: 260.0,
+            ..Default::default()
+        };
+        StepMetrics {
+            rollout_id: 11,
+            reward: 0.35,
+            response_length: 22.7,
+            generate_ms: 3512.0,
+            train_ms: 8100.0,
+            publication: Some(publication),
+            ..StepMetrics::default()
+        }
+    }
+
+    #[test]
+    fn step_is_one_line_and_unusual_things_are_in_it() {
+        let line = describe(&step(), 40);
+        assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s update 0.4 s v13");
+        let odd = StepMetrics { groups_failed: 2, skipped: true, publication: None, ..step() };
+        let line = describe(&odd, 40);
+        assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s failed 2 left out");
+    }
+
+    #[test]
+    fn wait_is_told_of_ever_more_rarely() {
+        let (what, on) = ("the engines to answer".to_owned(), "http://e:1".to_owned());
+        let mut wait = Wait { what, on, begun: Instant::now(), tell_after: PATIENCE };
+        assert_eq!(wait.tell(), "rl: waiting for the engines to answer: http://e:1 (10 s)");
+        assert_eq!(wait.tell(), "rl: waiting for the engines to answer: http://e:1 (20 s)");
+    }
 }

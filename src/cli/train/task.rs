@@ -19,7 +19,9 @@ use driftless::trainer::tasks::problems::Kind;
 #[cfg(feature = "torch")]
 use driftless::trainer::tasks::tiny;
 use driftless::trainer::tasks::{DataSource, Generated, Prompts, Sourced, Task};
-use std::collections::BTreeSet;
+use serde::Serializer;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -28,12 +30,14 @@ fn names() -> PossibleValuesParser {
     PossibleValuesParser::new(Kind::ALL.iter().map(|kind| PossibleValue::new(kind.name).help(kind.what)))
 }
 
-#[derive(clap::Args)]
+#[derive(clap::Args, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[command(next_help_heading = "Task")]
 pub(crate) struct TaskArgs {
     /// Prompts to learn on: JSONL or Parquet. `FILE@[a:b]` takes rows a to b - 1, counted from 0. May be
     /// given several times.
     #[arg(long, value_name = "FILE", value_parser = source, conflicts_with = "task")]
+    #[serde(serialize_with = "written")]
     prompt_data: Vec<Source>,
     /// Problems that are made up, with rewards of their own.
     #[arg(long, value_name = "NAME", value_parser = names())]
@@ -50,26 +54,41 @@ pub(crate) struct TaskArgs {
     /// Times that the prompts are gone through, where --num-rollout does not say how many steps there are
     /// [default: 1].
     #[arg(long, value_name = "N", value_parser = numbers::count::<u64>(), conflicts_with = "num_rollout")]
+    #[serde(skip)]
     num_epoch: Option<u64>,
     /// Measure on the prompts of FILE, under NAME. May be given several times.
     #[arg(long, value_names = ["NAME", "FILE"], num_args = 2)]
+    #[serde(skip)]
     eval_prompt_data: Vec<String>,
     /// Samples of each such prompt.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<u64>())]
+    #[serde(skip)]
     n_samples_per_eval_prompt: u64,
     /// Sampling temperature of these [default: --rollout-temperature].
     #[arg(long, value_parser = numbers::at_least_zero)]
+    #[serde(skip)]
     eval_temperature: Option<f64>,
     /// Sample these from the smallest set of tokens with this much probability [default: --rollout-top-p].
     #[arg(long, value_parser = numbers::share)]
+    #[serde(skip)]
     eval_top_p: Option<f64>,
     /// Tokens that a response to these may have [default: --rollout-max-response-len].
     #[arg(long, value_parser = numbers::count::<u32>())]
+    #[serde(skip)]
     eval_max_response_len: Option<u32>,
     #[command(flatten)]
+    #[serde(flatten)]
     hooks: HookArgs,
     #[command(flatten)]
+    #[serde(flatten)]
     data: DataOptions,
+}
+
+/// Files and their rows.
+fn written<S: Serializer>(sources: &[Source], serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    let text =
+        |source: &Source| format!("{}@[{}:{}]", source.path.display(), source.rows.start, source.rows.end);
+    serializer.collect_str(&sources.iter().map(text).collect::<Vec<_>>().join(" "))
 }
 
 /// A task with what depends on it.
@@ -115,6 +134,18 @@ impl Chosen {
 }
 
 impl TaskArgs {
+    /// What prompts and rewards depend on, by flag. Commands and URLs of hooks may hold secrets: it has digests of
+    /// them.
+    pub(crate) fn settings(&self) -> BTreeMap<String, String> {
+        let Ok(Value::Object(settings)) = serde_json::to_value(self) else { return BTreeMap::new() };
+        let text = |value: Value| match value {
+            Value::String(text) => text,
+            Value::Null => "none".to_owned(),
+            other => other.to_string(),
+        };
+        settings.into_iter().map(|(name, value)| (format!("--{name}"), text(value))).collect()
+    }
+
     /// The problems that are made up, if they are asked for.
     fn kind(&self) -> Option<&'static Kind> {
         self.task.as_deref().and_then(Kind::named)

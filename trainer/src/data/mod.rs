@@ -31,13 +31,15 @@ const CHUNK: usize = 4096;
 const REFUSED_KEPT: usize = 20;
 
 /// Which prompts, and how rows become prompts. Field names follow slime's, and are flags.
-#[derive(Debug, Clone, Setters, clap::Args)]
+#[derive(Debug, Clone, Setters, clap::Args, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[command(next_help_heading = "Data")]
 #[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
 pub struct DataOptions {
     /// The files, in order.
     #[arg(skip)]
+    #[serde(skip)]
     pub prompt_data: Vec<Source>,
     /// Field with the prompt: text, or a list of chat messages.
     #[arg(long, value_name = "FIELD", default_value = "input")]
@@ -72,6 +74,7 @@ pub struct DataOptions {
     /// Take rows for whole conversations, and learn what the assistant says: generation (what the template tags so),
     /// qwen, qwen3 or qwen3_5 (turns of ChatML) [default for --loss-type sft_loss: generation].
     #[arg(long = "loss-mask-type", value_name = "TYPE", value_parser = named::<LossMask>)]
+    #[serde(skip)]
     pub loss_mask: Option<LossMask>,
     /// Count broken rows, instead of ending with the first.
     #[arg(long)]

@@ -1,5 +1,6 @@
 //! A command in any language, over its standard input and output.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -9,8 +10,8 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufRead
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
 
-use super::{Head, HookOptions};
-use crate::error::short;
+use super::{Head, HookOptions, shown};
+use crate::error::plain;
 use crate::service::Silent;
 
 /// Longest answer.
@@ -19,10 +20,14 @@ const ANSWER_BYTES_MAX: u64 = 64 << 20;
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Times that a question is given to a command that ends instead of answering.
 const ATTEMPTS: u32 = 2;
+/// Lines of its standard error by which one that is started again is known to repeat itself.
+const NOTES_KEPT: usize = 64;
 
 /// Processes of one command. They are started when they are first needed, again when one ended, and end with
 /// this value.
 pub(super) struct Pool {
+    /// What names the command.
+    flag: &'static str,
     options: HookOptions,
     queue: OnceCell<mpsc::Sender<Job>>,
 }
@@ -35,8 +40,8 @@ struct Job {
 }
 
 impl Pool {
-    pub(super) fn new(options: &HookOptions) -> Self {
-        Pool { options: options.clone(), queue: OnceCell::new() }
+    pub(super) fn new(flag: &'static str, options: &HookOptions) -> Self {
+        Pool { flag, options: options.clone(), queue: OnceCell::new() }
     }
 
     /// The line that answers `line`, which has this `id`.
@@ -55,7 +60,8 @@ impl Pool {
         let (queue, jobs) = mpsc::channel(processes);
         let jobs = Arc::new(Mutex::new(jobs));
         for _ in 0..processes {
-            tokio::spawn(work(self.options.clone(), jobs.clone()));
+            let worker = Worker { flag: self.flag, options: self.options.clone(), notes: Notes::default() };
+            tokio::spawn(worker.work(jobs.clone()));
         }
         queue
     }
@@ -67,47 +73,51 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// Serves jobs with one process at a time, until there are no more.
-async fn work(options: HookOptions, jobs: Arc<Mutex<mpsc::Receiver<Job>>>) {
-    let mut process = None;
-    loop {
-        let job = jobs.lock().await.recv().await;
-        let Some(Job { id, line, mut answer }) = job else { return };
-        // The asking task may have been stopped. The process then owes an answer that has no taker, and ends.
-        tokio::select! {
-            answered = serve(&options, &mut process, id, &line) => {
-                let _ = answer.send(answered);
-            }
-            () = answer.closed() => {}
-        }
-    }
+/// What serves jobs with one process at a time.
+struct Worker {
+    flag: &'static str,
+    options: HookOptions,
+    notes: Notes,
 }
 
-async fn serve(
-    options: &HookOptions,
-    process: &mut Option<Process>,
-    id: u64,
-    line: &[u8],
-) -> Result<Vec<u8>, Silent> {
-    let mut found = String::new();
-    for _ in 0..ATTEMPTS {
-        let mut running = match process.take() {
-            Some(running) => running,
-            None => Process::start(&options.at)
-                .map_err(|error| Silent::new(format_args!("that it does not start: {error}")))?,
-        };
-        match tokio::time::timeout(options.deadline, running.ask(id, line)).await {
-            Ok(Ok(answer)) => {
-                *process = Some(running);
-                return Ok(answer);
+impl Worker {
+    /// Serves until there are no more jobs.
+    async fn work(self, jobs: Arc<Mutex<mpsc::Receiver<Job>>>) {
+        let mut process = None;
+        loop {
+            let job = jobs.lock().await.recv().await;
+            let Some(Job { id, line, mut answer }) = job else { return };
+            // The asking task may have been stopped. The process then owes an answer that has no taker, and ends.
+            tokio::select! {
+                answered = self.serve(&mut process, id, &line) => {
+                    let _ = answer.send(answered);
+                }
+                () = answer.closed() => {}
             }
-            // It ended: a new one may do better.
-            Ok(Err(Broken::Ended(how))) => found = how,
-            Ok(Err(Broken::Nonsense(said))) => return Err(Silent::new(said)),
-            Err(_) => return Err(Silent::late(options.deadline)),
         }
     }
-    Err(Silent::new(format_args!("its end, {ATTEMPTS} times: {found}")))
+
+    async fn serve(&self, process: &mut Option<Process>, id: u64, line: &[u8]) -> Result<Vec<u8>, Silent> {
+        let mut found = String::new();
+        for _ in 0..ATTEMPTS {
+            let mut running = match process.take() {
+                Some(running) => running,
+                None => Process::start(self.flag, &self.options.at, &self.notes)
+                    .map_err(|error| Silent::new(format_args!("that it does not start: {error}")))?,
+            };
+            match tokio::time::timeout(self.options.deadline, running.ask(id, line)).await {
+                Ok(Ok(answer)) => {
+                    *process = Some(running);
+                    return Ok(answer);
+                }
+                // It ended: a new one may do better.
+                Ok(Err(Broken::Ended(how))) => found = how,
+                Ok(Err(Broken::Nonsense(said))) => return Err(Silent::new(said)),
+                Err(_) => return Err(Silent::late(self.options.deadline)),
+            }
+        }
+        Err(Silent::new(format_args!("its end, {ATTEMPTS} times: {found}")))
+    }
 }
 
 /// Why a process is not asked again.
@@ -124,16 +134,16 @@ struct Process {
 }
 
 impl Process {
-    fn start(command: &str) -> std::io::Result<Self> {
+    fn start(flag: &'static str, command: &str, notes: &Notes) -> std::io::Result<Self> {
         let mut shell = tokio::process::Command::new("sh");
         shell.arg("-c").arg(command).kill_on_drop(true).process_group(0);
         shell.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = shell.spawn()?;
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        let (Some(input), Some(output), Some(notes)) = pipes else {
+        let (Some(input), Some(output), Some(errors)) = pipes else {
             return Err(std::io::Error::other("it has no pipes"));
         };
-        tokio::spawn(tell(command.to_owned(), notes));
+        tokio::spawn(notes.clone().tell(flag, child.id().unwrap_or_default(), errors));
         Ok(Process { child, input, output: BufReader::new(output) })
     }
 
@@ -152,10 +162,8 @@ impl Process {
         }
         match serde_json::from_slice(&answer) {
             Ok(Head { id: Some(said), .. }) if said == id => Ok(answer),
-            _ => {
-                let said = String::from_utf8_lossy(&answer);
-                Err(Broken::Nonsense(format!("`{}`, not a line with \"id\": {id}", short(said.trim()))))
-            }
+            Ok(_) => Err(Broken::Nonsense(format!("{}, not a line with \"id\": {id}", shown(&answer)))),
+            Err(_) => Err(Broken::Nonsense(shown(&answer))),
         }
     }
 
@@ -184,15 +192,56 @@ impl Drop for Process {
     }
 }
 
-/// Logs what a command writes on standard error.
-async fn tell(command: String, notes: impl AsyncRead + Unpin) {
-    let mut notes = BufReader::new(notes);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        match (&mut notes).take(NOTE_BYTES_MAX).read_until(b'\n', &mut line).await {
-            Ok(0) | Err(_) => return,
-            Ok(_) => tracing::warn!(command, "{}", short(String::from_utf8_lossy(&line).trim_end())),
+/// The last lines that the processes of a worker wrote on standard error, each with the number of its process.
+#[derive(Clone, Default)]
+struct Notes(Arc<std::sync::Mutex<VecDeque<(u32, String)>>>);
+
+impl Notes {
+    /// Logs what a process writes, line by line.
+    async fn tell(self, flag: &'static str, process: u32, errors: impl AsyncRead + Unpin) {
+        let (mut errors, mut line) = (BufReader::new(errors), Vec::new());
+        loop {
+            line.clear();
+            match (&mut errors).take(NOTE_BYTES_MAX).read_until(b'\n', &mut line).await {
+                Ok(0) | Err(_) => return,
+                Ok(_) => {}
+            }
+            let text = plain(&line);
+            if self.is_new(process, &text) {
+                tracing::warn!(target: "hook", "{flag}: {text}");
+            }
         }
+    }
+
+    /// Whether a line is not one that another process wrote before: a question that ends a process ends the next one
+    /// in the same words.
+    fn is_new(&self, process: u32, text: &str) -> bool {
+        let mut notes = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let known = notes.iter().position(|(other, known)| *other != process && known == text);
+        known.map(|at| notes.remove(at));
+        notes.push_back((process, text.to_owned()));
+        if notes.len() > NOTES_KEPT {
+            notes.pop_front();
+        }
+        known.is_none()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_that_the_process_before_wrote_is_told_once() {
+        let notes = Notes::default();
+        let told = |process, lines: &[&str]| {
+            lines.iter().map(|line| notes.is_new(process, line)).collect::<Vec<_>>()
+        };
+        assert_eq!(told(1, &["loading", "Traceback", "KeyError: x"]), [true; 3]);
+        assert_eq!(
+            told(2, &["loading", "Traceback", "KeyError: x", "KeyError: x"]),
+            [false, false, false, true]
+        );
+        assert_eq!(told(2, &["loading"]), [true], "the same process says it again");
     }
 }

@@ -69,14 +69,15 @@ impl Reward for Rm {
 
     /// Asks about no samples.
     async fn ready(&self) -> Result<()> {
-        let about = "the question about no samples that comes first";
+        let about = "the first question, which has no samples";
         let asked = self.0.ask("rm", &Group::unscored(&[]), REWARDS).await;
         let Rewards { rewards } = asked.map_err(|fault| self.0.refused(about, fault))?;
         match rewards.len() {
             0 => Ok(()),
-            found => {
-                Err(self.0.refused(about, Fault::of("{\"rewards\": []}", format_args!("{found} rewards"))))
-            }
+            found => Err(self.0.refused(
+                about,
+                Fault::of("{\"rewards\": []} for no samples", format_args!("{found} rewards")),
+            )),
         }
     }
 }

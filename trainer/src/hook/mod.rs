@@ -95,7 +95,7 @@ impl Hook {
         let is_url = ["http://", "https://"].iter().any(|scheme| options.at.starts_with(scheme));
         let peer = match (is_url, options.at.trim().is_empty()) {
             (true, _) => Peer::Service(Service::new(flag, &options.at, options.deadline)?),
-            (false, false) => Peer::Command(command::Pool::new(options)),
+            (false, false) => Peer::Command(command::Pool::new(flag, options)),
             (false, true) => {
                 return Err(crate::error::input(flag, "a command, or http://host:port/path", "nothing"));
             }
@@ -126,8 +126,7 @@ impl Hook {
         if let Ok(Head { error: Some(error), .. }) = serde_json::from_slice(&answer) {
             return Err(fault(format!("its error: {}", short(&error)), LOOK));
         }
-        let parsed = serde_json::from_slice(&answer);
-        parsed.map_err(|_| fault(format!("`{}`", short(&String::from_utf8_lossy(&answer))), LOOK))
+        serde_json::from_slice(&answer).map_err(|_| fault(shown(&answer), LOOK))
     }
 
     /// A fault of an answer as this crate's error; `about` says what was asked about.
@@ -141,5 +140,18 @@ impl Fault {
     /// An answer that says something else than it may.
     pub(crate) fn of(expected: impl fmt::Display, found: impl fmt::Display) -> Self {
         Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK }
+    }
+}
+
+/// The start of an answer, and why it is no JSON if it is none.
+fn shown(answer: &[u8]) -> String {
+    let text = String::from_utf8_lossy(answer);
+    let start = short(text.trim());
+    match serde_json::from_slice::<serde::de::IgnoredAny>(answer) {
+        Ok(_) => format!("`{start}`"),
+        Err(_) if ["NaN", "Infinity"].iter().any(|word| text.contains(word)) => {
+            format!("`{start}`; NaN and Infinity are no JSON, answer finite numbers")
+        }
+        Err(error) => format!("`{start}`, which is no JSON: {error}"),
     }
 }

@@ -8,8 +8,13 @@ use derive_setters::Setters;
 use super::process::{Lost, Process};
 use super::wire::{Call, Hello, PROTOCOL, Reply, samples};
 use super::{Batch, Learner, Progress, Stepped, Weights, Workspace};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cut};
 use crate::options::LearnOptions;
+
+/// Most of a learner's words that a message repeats, in letters.
+const WORDS_MAX: usize = 1000;
+/// The same of its name.
+const NAME_MAX: usize = 64;
 
 /// How a learner is run.
 #[derive(Debug, Clone, Setters)]
@@ -63,7 +68,10 @@ impl Child {
         match process.ask(call, self.options.deadline) {
             Ok(reply) => match reply.error {
                 None => Ok(reply),
-                Some(reason) => Err(Error::LearnerRefused { learner, call: name, reason }),
+                Some(reason) => {
+                    let reason = cut(&reason, WORDS_MAX);
+                    Err(Error::LearnerRefused { learner, call: name, reason })
+                }
             },
             Err(Lost::Nonsense(found)) => {
                 self.process = None;
@@ -88,7 +96,7 @@ impl Child {
 
 impl Learner for Child {
     fn describe(&self) -> String {
-        let name = self.name.as_deref().unwrap_or(&self.options.command);
+        let name = self.name.as_deref().unwrap_or(program(&self.options.command));
         match &self.process {
             Some(process) => format!("`{name}` (process {})", process.id()),
             None => format!("`{name}`"),
@@ -102,6 +110,7 @@ impl Learner for Child {
     fn load(&mut self, place: &Workspace) -> Result<Option<Progress>> {
         // The one before has ended when this is done.
         self.process = None;
+        let command = self.options.command.as_str();
         let workspace = Workspace {
             save: absolute(&place.save.join("learner"))?,
             hf_checkpoint: absolute(&place.hf_checkpoint)?,
@@ -110,13 +119,13 @@ impl Learner for Child {
             ..place.clone()
         };
         let Workspace { save, .. } = &workspace;
-        self.process = Some(Process::start(&self.options.command, save, self.options.deadline)?);
+        self.process = Some(Process::start(command, program(command), save, self.options.deadline)?);
         let reply = self.call(Call::Hello(Box::new(Hello::new(workspace, &self.options))))?;
         if reply.protocol != Some(PROTOCOL) {
             let found = reply.protocol.map_or("none".to_owned(), |found| found.to_string());
             return Err(self.wrong("hello", "protocol 2", found));
         }
-        self.name = reply.name.or(self.name.take());
+        self.name = reply.name.map(|name| cut(&name, NAME_MAX)).or(self.name.take());
         tracing::info!(learner = self.describe(), step = reply.progress.as_ref().map(|p| p.step), "loaded");
         Ok(reply.progress)
     }
@@ -140,7 +149,7 @@ impl Learner for Child {
     fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped> {
         let reply = self.call(Call::Step { rollout_id: batch.rollout_id, samples: samples(batch) })?;
         match (reply.stats, reply.not_finite) {
-            (_, Some(what)) => Ok(Stepped::NotFinite(what)),
+            (_, Some(what)) => Ok(Stepped::NotFinite(cut(&what, WORDS_MAX))),
             (Some(stats), None) => Ok(Stepped::Done(stats)),
             (None, None) => Err(self.wrong("step", "stats or not_finite", "neither")),
         }
@@ -164,4 +173,48 @@ impl Learner for Child {
 /// The child may work in another directory.
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).map_err(crate::error::io("name", path))
+}
+
+/// The program that a line for the shell starts: its first word that is neither a variable nor `exec`. The rest may
+/// hold secrets.
+fn program(command: &str) -> &str {
+    let mut rest = command.trim_start();
+    loop {
+        let mut quote = None;
+        let ends = |letter: char| {
+            match quote {
+                Some(open) if open == letter => quote = None,
+                None if letter == '"' || letter == '\'' => quote = Some(letter),
+                _ => {}
+            }
+            quote.is_none() && letter.is_whitespace()
+        };
+        let (word, behind) = rest.split_at(rest.find(ends).unwrap_or(rest.len()));
+        let is_plain = word.chars().all(|letter| letter.is_alphanumeric() || "-_./+".contains(letter));
+        match (word == "exec" || word.contains('='), is_plain && !word.is_empty()) {
+            (true, _) if !behind.is_empty() => rest = behind.trim_start(),
+            (false, true) => return word,
+            _ => return "the command",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::program;
+
+    #[test]
+    fn program_of_a_command_says_no_variable() {
+        for (command, expected) in [
+            ("torchrun --nproc-per-node 8 learner.py", "torchrun"),
+            ("  WANDB_API_KEY=secret TOKEN='a secret' exec /opt/bin/python -m x", "/opt/bin/python"),
+            ("KEY=\"a b\" python", "python"),
+            ("KEY=secret", "the command"),
+            ("KEY='secret and no end", "the command"),
+            ("$(cat secret) run", "the command"),
+            ("", "the command"),
+        ] {
+            assert_eq!(program(command), expected, "{command}");
+        }
+    }
 }

@@ -175,6 +175,8 @@ impl Stage {
             model: MODEL.into(),
             baseline: at("baseline"),
             keep: 2,
+            anchor_every: None,
+            anchor_share: None,
         };
         Stage { dir, place, store, log }
     }

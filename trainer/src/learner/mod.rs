@@ -26,7 +26,7 @@ pub use wire::{Hello, PROTOCOL};
 pub(crate) const MODEL: &str = "policy";
 
 /// Where a learner finds what it works on, and where it keeps its state.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Workspace {
     /// State directory of the run.
     pub save: PathBuf,
@@ -47,6 +47,10 @@ pub struct Workspace {
     pub baseline: PathBuf,
     /// Training checkpoints to keep; at least 1.
     pub keep: usize,
+    /// A version whose number is a multiple of this carries full tensors too; none does, if `None`.
+    pub anchor_every: Option<u64>,
+    /// So does one where the deltas since the last full tensors weigh this share of their bytes, or more.
+    pub anchor_share: Option<f64>,
 }
 
 /// How far a run is; a training checkpoint holds it beside the weights.

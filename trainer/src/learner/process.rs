@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::wire::{Call, Line, Reply};
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Result, io, plain};
 
 /// The variable that names the socket to a child.
 const SOCKET: &str = "DRIFTLESS_LEARNER_SOCKET";
@@ -45,9 +45,9 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts it and waits for its connection. `save` is its directory: made here, with the socket and the
-    /// lock in it.
-    pub(super) fn start(command: &str, save: &Path, deadline: Duration) -> Result<Self> {
+    /// Starts it and waits for its connection. Messages call it `name`. `save` is its directory: made here, with the
+    /// socket and the lock in it.
+    pub(super) fn start(command: &str, name: &str, save: &Path, deadline: Duration) -> Result<Self> {
         let end = Instant::now() + deadline;
         std::fs::create_dir_all(save).map_err(io("create", save))?;
         let socket = save.join("socket");
@@ -69,10 +69,10 @@ impl Process {
         let mut child = spawn(command, &socket, input)?;
         note_holder(&mut lock, child.id()).map_err(io("write", save.join("lock")))?;
         for output in [child.stdout.take().map(Output::Out), child.stderr.take().map(Output::Err)] {
-            forward(command.to_owned(), output)?;
+            forward(name.to_owned(), output)?;
         }
         let mut process = Process { child, stream: None, asked: 0, ended: false, _lock: lock };
-        process.stream = Some(process.accept(command, &listener, end, deadline)?);
+        process.stream = Some(process.accept(name, &listener, end, deadline)?);
         // It is connected: the name is of no more use.
         let _ = std::fs::remove_file(&socket);
         Ok(process)
@@ -84,13 +84,13 @@ impl Process {
 
     fn accept(
         &mut self,
-        command: &str,
+        name: &str,
         listener: &UnixListener,
         end: Instant,
         deadline: Duration,
     ) -> Result<BufReader<UnixStream>> {
         let lost = |found: String| Error::LearnerLost {
-            learner: format!("`{command}`"),
+            learner: format!("`{name}`"),
             call: "connect to the socket that DRIFTLESS_LEARNER_SOCKET names",
             found,
         };
@@ -195,7 +195,7 @@ fn spawn(command: &str, socket: &Path, input: File) -> Result<Child> {
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(command).env(SOCKET, socket).process_group(0);
     shell.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped());
-    shell.spawn().map_err(io("start the command", command))
+    shell.spawn().map_err(io("start", "sh"))
 }
 
 /// Writes a call and reads a line, or the first `most` bytes of one. Each of both may take until `end`.
@@ -265,7 +265,7 @@ enum Output {
 }
 
 /// Logs what a child writes, line by line.
-fn forward(command: String, output: Option<Output>) -> Result<()> {
+fn forward(name: String, output: Option<Output>) -> Result<()> {
     let mut lines: BufReader<Box<dyn Read + Send>> = match output {
         Some(Output::Out(out)) => BufReader::new(Box::new(out)),
         Some(Output::Err(err)) => BufReader::new(Box::new(err)),
@@ -277,16 +277,10 @@ fn forward(command: String, output: Option<Output>) -> Result<()> {
             line.clear();
             match (&mut lines).take(NOTE_BYTES_MAX).read_until(b'\n', &mut line) {
                 Ok(0) | Err(_) => return,
-                Ok(_) => tracing::warn!(learner = command, "{}", plain(&line)),
+                Ok(_) => tracing::warn!(target: "learner", "{name}: {}", plain(&line)),
             }
         }
     };
     let thread = std::thread::Builder::new().name("learner output".to_owned());
     thread.spawn(log).map(drop).map_err(io("start a thread for", "the learner's output"))
-}
-
-/// A line without what a terminal would obey.
-fn plain(line: &[u8]) -> String {
-    let text = String::from_utf8_lossy(line);
-    text.trim_end().chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }

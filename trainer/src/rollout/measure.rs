@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 use super::group::{Said, rewards};
 use super::{Rollouts, finished};
 use crate::error::Result;
-use crate::metrics::SetMetrics;
+use crate::metrics::{SetMetrics, is_verdict};
 use crate::tasks::Task;
 
 /// Prompts to measure on.
@@ -45,14 +45,16 @@ impl Rollouts {
         }
         let mut metrics = SetMetrics { samples: set.samples, ..SetMetrics::default() };
         let (mut tokens, mut truncated, mut failure) = (0, 0, None);
+        let (mut solved, mut right, mut verdicts) = (0, 0, true);
         while let Some(asked) = running.join_next().await {
             match finished(asked)? {
                 Ok(asked) => {
                     metrics.prompts += 1;
                     metrics.reward += asked.rewards.iter().map(|reward| f64::from(*reward)).sum::<f64>();
-                    let right = asked.rewards.iter().filter(|reward| **reward >= 1.0).count();
-                    metrics.pass += f64::from(u8::from(right > 0));
-                    metrics.pass_1 += right as f64;
+                    let ones = asked.rewards.iter().filter(|reward| **reward == 1.0).count();
+                    right += ones;
+                    solved += usize::from(ones > 0);
+                    verdicts &= asked.rewards.iter().all(|reward| is_verdict(*reward));
                     tokens += asked.tokens;
                     truncated += asked.truncated;
                 }
@@ -69,8 +71,8 @@ impl Rollouts {
         let prompts = metrics.prompts.max(1) as f64;
         let samples = prompts * set.samples.max(1) as f64;
         metrics.reward /= samples;
-        metrics.pass /= prompts;
-        metrics.pass_1 /= samples;
+        metrics.pass = verdicts.then(|| solved as f64 / prompts);
+        metrics.pass_1 = verdicts.then(|| right as f64 / samples);
         metrics.response_length = tokens as f64 / samples;
         metrics.truncated = truncated as f64 / samples;
         Ok(metrics)

@@ -146,6 +146,10 @@ impl DataSource for Generated {
         Ok(self.read(number, &json!({ "question": question, "label": label }))?.into())
     }
 
+    fn digest(&self) -> Option<String> {
+        Some(format!("{} at difficulty {}", self.kind.name, self.difficulty))
+    }
+
     fn tokenizer(&self) -> &Tokenizer {
         self.reader.tokenizer()
     }

@@ -88,6 +88,12 @@ pub trait DataSource: Send + Sync + fmt::Debug {
     /// Whatever it is read from.
     async fn prompt(&self, number: u64) -> Result<Prompt>;
 
+    /// Digest of the prompts, of what rewards are told of each and of their order, where these do not follow from
+    /// the seed of the run alone. A run that goes on with another one says so.
+    fn digest(&self) -> Option<String> {
+        None
+    }
+
     /// What turns texts into tokens and back.
     fn tokenizer(&self) -> &Tokenizer;
 }

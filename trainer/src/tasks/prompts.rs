@@ -65,6 +65,21 @@ impl DataSource for Prompts {
         Ok(example.clone().into())
     }
 
+    fn digest(&self) -> Option<String> {
+        let mut digest = blake3::Hasher::new();
+        for example in &self.data.examples {
+            let tokens: Vec<u8> = example.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+            let told =
+                [&example.label, &example.metadata].map(|told| told.as_ref().map_or("", |raw| raw.get()));
+            for part in [&tokens, told[0].as_bytes(), told[1].as_bytes()] {
+                digest.update(&(part.len() as u64).to_le_bytes()).update(part);
+            }
+        }
+        let order = if self.order.shuffle { Some(self.order.seed) } else { None };
+        digest.update(format!("{order:?}").as_bytes());
+        Some(digest.finalize().to_hex().to_string())
+    }
+
     fn tokenizer(&self) -> &Tokenizer {
         &self.data.tokenizer
     }

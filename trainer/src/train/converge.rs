@@ -1,41 +1,49 @@
 //! From a version in the store to engines that serve it: followers bring it there, or the loop pushes it.
 
 use std::collections::BTreeSet;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::Label;
 use driftless_bridge::fleet::EngineStatus;
 use driftless_store::BoxError;
 use driftless_transport::Snapshot;
+use driftless_transport::gc::{self, GcOptions};
 
 use super::session::Session;
-use super::{Event, update};
+use super::{Event, LOOK_AFTER, update};
 use crate::error::{Error, Result};
+use crate::learner::MODEL;
 use crate::metrics::PublicationMetrics;
 use crate::push::Version;
 
+/// How long followers may take to write that their engines serve a version.
+const ACK_DEADLINE: Duration = Duration::from_secs(2);
 /// Time between two attempts to push a version that no engine took.
 const AGAIN: Duration = Duration::from_secs(1);
 
 impl Session<'_> {
-    /// Tells of a publication, brings the fleet to it and collects what its followers wrote about it. Engines are
-    /// pushed into from `weights`, if they are given.
+    /// Brings the fleet to the newest version, of which `metrics` tell, and adds what its followers wrote about it.
+    /// Engines are pushed into from `weights`, if they are given.
     pub(super) fn converge(
         &mut self,
         mut metrics: PublicationMetrics,
         weights: Option<&(dyn Snapshot + Sync)>,
     ) -> Result<PublicationMetrics> {
-        let version = driftless_transport::Version(metrics.version);
-        self.tell(Event::Published { version: version.0 });
-        let label = self.label()?.ok_or(Error::Cancelled)?;
         let begin = Instant::now();
+        let label = self.label()?.ok_or(Error::Cancelled)?;
         let (pushed, behind) = self.bring(&label, weights)?;
         metrics.engines_behind = behind;
         metrics.convergence_ms = update::milliseconds(begin.elapsed());
+        let version = driftless_transport::Version(metrics.version);
         if let Some(updates) = &self.updates {
-            (metrics.prepare_ms, metrics.pause_ms) = updates.acknowledged(version)?;
-            metrics.pause_ms = metrics.pause_ms.max(update::milliseconds(pushed));
+            match updates.acknowledged(version, ACK_DEADLINE) {
+                Ok(told) => (metrics.prepare_ms, metrics.pause_ms) = (told.prepare_ms, told.pause_ms),
+                Err(error) => tracing::warn!(%error, %label, "what its followers wrote cannot be read"),
+            }
         }
+        metrics.pause_ms = update::longer(metrics.pause_ms, pushed.map(update::milliseconds));
+        self.collect_old();
         Ok(metrics)
     }
 
@@ -44,20 +52,83 @@ impl Session<'_> {
         self.bring(label, None).map(drop)
     }
 
-    /// Has engines serve `label`, and returns the longest pause that a push took, and how many engines the loop goes on
-    /// without.
-    fn bring(&mut self, label: &Label, weights: Option<&(dyn Snapshot + Sync)>) -> Result<(Duration, u64)> {
+    /// Has engines serve `label`, and returns the longest pause if they were pushed into, and how many engines the loop
+    /// goes on without.
+    fn bring(
+        &mut self,
+        label: &Label,
+        weights: Option<&(dyn Snapshot + Sync)>,
+    ) -> Result<(Option<Duration>, u64)> {
         let (pause, behind) = if self.pusher.is_some() {
             let pause = self.push(label, weights)?;
-            (pause, self.engines(|engine| !(engine.up && serves(engine, label)))?)
+            (Some(pause), self.engines(|engine| !(engine.up && serves(engine, label)))?)
         } else {
-            let wait = self.fleet()?.wait_for_those_up(label, self.options.update_deadline);
-            (Duration::ZERO, self.block_on(wait)?)
+            (None, self.wait_for(label)?)
         };
         for engine in &behind {
             tracing::warn!(%label, "goes on without {engine}");
         }
         Ok((pause, behind.len() as u64))
+    }
+
+    /// Waits until followers have brought their engines to `label`, and says meanwhile which are not there. Returns
+    /// those that the loop goes on without.
+    fn wait_for(&self, label: &Label) -> Result<Vec<String>> {
+        let what = format!("the engines to serve version {}", label.version());
+        self.tell(Event::Waiting { what: &what, on: "" });
+        let fleet = self.fleet()?.clone();
+        let waited = self.runtime.block_on(async {
+            let mut wait = pin!(fleet.wait_for_those_up(label, self.options.update_deadline));
+            loop {
+                match tokio::time::timeout(LOOK_AFTER, &mut wait).await {
+                    Ok(ended) => return ended,
+                    Err(_) => {
+                        let status = fleet.status();
+                        let behind = status.iter().filter(|engine| !(engine.up && serves(engine, label)));
+                        let behind: Vec<_> = behind.map(|engine| self.behind(engine, label)).collect();
+                        self.tell(Event::Waiting { what: &what, on: &behind.join(", ") });
+                    }
+                }
+            }
+        });
+        let (run, store) = (&self.options.run, &self.options.store_url);
+        waited.map_err(|source| match source {
+            behind @ driftless_bridge::Error::Behind { .. } => {
+                Error::NotFollowed { run: run.clone(), store: store.clone(), source: Box::new(behind) }
+            }
+            other => other.into(),
+        })
+    }
+
+    /// Says what an engine does instead of serving `label`. One that serves no version of the run has no follower, or
+    /// that of another run.
+    fn behind(&self, engine: &EngineStatus, label: &Label) -> String {
+        let EngineStatus { url, up, serving, failure, .. } = engine;
+        let serving = serving.as_deref().unwrap_or("nothing known");
+        let is_ours = serving.parse::<Label>().is_ok_and(|serving| serving.run() == label.run());
+        match (up, failure) {
+            (false, Some(failure)) => format!("{url} ({failure})"),
+            (false, None) => format!("{url} (does not answer)"),
+            (true, _) if is_ours => format!("{url} (serves {serving})"),
+            (true, _) => {
+                format!("{url} (serves {serving}; is a follower of run `{}` beside it?)", self.options.run)
+            }
+        }
+    }
+
+    /// Removes the versions that no follower needs any more, beside the loop. What one collection leaves, the next one
+    /// removes.
+    fn collect_old(&mut self) {
+        let (Some(keep), Some(updates)) = (self.options.keep_versions, &self.updates) else { return };
+        if self.collection.as_ref().is_some_and(|running| !running.is_finished()) {
+            return;
+        }
+        let run = updates.run().clone();
+        self.collection = Some(self.runtime.spawn_blocking(move || {
+            if let Err(error) = gc::collect(&run, &GcOptions::new(MODEL).with_keep(keep)) {
+                tracing::warn!(%error, "old versions were not removed; the next version tries again");
+            }
+        }));
     }
 
     /// Pushes the newest version into the engines that answer, and returns the longest pause. Tries until the deadline

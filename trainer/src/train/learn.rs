@@ -1,13 +1,12 @@
 //! From a rollout in the log to a batch, and what is said of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use driftless_buffer::{Group, Record};
 
 use crate::advantage;
-use crate::error::Result;
 use crate::learner::{Batch, Sample};
-use crate::metrics::StepMetrics;
+use crate::metrics::{self, StepMetrics};
 use crate::options::{Estimator, LearnOptions};
 
 /// The samples of a rollout with their advantages. Token ids, log-probs and masks are read where they lie in
@@ -43,16 +42,17 @@ fn columns(records: &[&Record]) -> (Vec<f32>, Vec<u64>, Vec<u64>) {
 /// Older tokens count with those of this age in the histogram.
 const STALENESS_MAX: usize = 1000;
 
-/// Adds how old the weights were that generated a rollout. `age` gives, for a version, how many steps the weights
-/// that were trained are ahead of it.
-pub(super) fn add_staleness(
-    step: &mut StepMetrics,
-    groups: &[Group],
-    mut age: impl FnMut(u64) -> Result<u64>,
-) -> Result<()> {
+/// The versions whose weights generated a rollout.
+pub(super) fn versions(groups: &[Group]) -> BTreeSet<u64> {
+    records(groups).flat_map(|record| record.spans().to_vec()).map(|span| span.version).collect()
+}
+
+/// Adds how old the weights were that generated a rollout. `ages` has, for a version, how many steps the weights that
+/// are trained are ahead of it; tokens of other versions do not count.
+pub(super) fn add_staleness(step: &mut StepMetrics, groups: &[Group], ages: &BTreeMap<u64, u64>) {
     let (mut sum, mut all) = (0, 0);
     for span in records(groups).flat_map(|record| record.spans().to_vec()) {
-        let age = age(span.version)?;
+        let Some(&age) = ages.get(&span.version) else { continue };
         let tokens = u64::from(span.end.saturating_sub(span.start));
         sum += age * tokens;
         all += tokens;
@@ -62,7 +62,6 @@ pub(super) fn add_staleness(
         step.staleness_max = step.staleness_max.max(age);
     }
     step.staleness_mean = sum as f64 / all.max(1) as f64;
-    Ok(())
 }
 
 /// What can be said of a rollout without learning from it. `files` names what the prompt of each group is from.
@@ -71,11 +70,12 @@ pub(super) fn describe(groups: &[Group], files: &[String]) -> StepMetrics {
     let mean = |of: fn(&Record) -> f64| records(groups).map(of).sum::<f64>() / count;
     let shared = |passes: fn(&Group) -> bool| groups.iter().filter(|group| passes(group)).count();
     let solved = shared(|group| group.records.iter().any(|record| reward(record) >= 1.0));
+    let verdicts = records(groups).all(|record| metrics::is_verdict(record.scalars().reward));
     let level = shared(|group| group.records.windows(2).all(|pair| reward(&pair[0]) == reward(&pair[1])));
     StepMetrics {
         reward: mean(reward),
         rewards: by_file(groups, files),
-        pass: solved as f64 / groups.len().max(1) as f64,
+        pass: verdicts.then(|| solved as f64 / groups.len().max(1) as f64),
         groups_zero_std: level as u64,
         response_length: mean(|record| record.response().len() as f64),
         response_tokens: records(groups).map(|record| record.response().len() as u64).sum(),
@@ -165,7 +165,7 @@ mod tests {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0], &[0.5, 0.5], &[0.0, 0.25]]);
         let files = ["a.jsonl", "b.jsonl", "a.jsonl"].map(String::from);
         let step = describe(&groups, &files);
-        assert_eq!((step.reward, step.pass, step.groups_zero_std), (0.375, 1.0 / 3.0, 1));
+        assert_eq!((step.reward, step.pass, step.groups_zero_std), (0.375, None, 1));
         assert_eq!((step.response_length, step.response_tokens, step.tokens), (2.0, 12, 18));
         assert_eq!(step.rewards, [("a.jsonl".into(), 0.3125), ("b.jsonl".into(), 0.5)].into());
         assert!(describe(&groups, &["a.jsonl"; 3].map(String::from)).rewards.is_empty());
@@ -173,12 +173,29 @@ mod tests {
     }
 
     #[test]
+    fn pass_is_told_of_right_and_wrong_answers_only() {
+        let pass = |rewards: &[&[f32]]| describe(&groups_of(rewards).1, &[]).pass;
+        assert_eq!(pass(&[&[1.0, 0.0], &[0.0, 0.0]]), Some(0.5));
+        assert_eq!(pass(&[&[1.0, -1.0], &[1.0, 1.0]]), Some(1.0));
+        assert_eq!(pass(&[&[0.998, 0.0], &[0.0, 0.0]]), None);
+    }
+
+    #[test]
     fn add_staleness_counts_tokens_by_age() {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
         let mut step = StepMetrics::default();
-        add_staleness(&mut step, &groups, |version| Ok(6 - version)).unwrap();
+        assert_eq!(versions(&groups), [3, 4].into());
+        add_staleness(&mut step, &groups, &[(3, 3), (4, 2)].into());
         assert_eq!(step.staleness, [0, 0, 2, 2]);
         assert_eq!((step.staleness_mean, step.staleness_max), (2.5, 3));
+    }
+
+    #[test]
+    fn tokens_of_an_unknown_version_have_no_staleness() {
+        let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
+        let mut step = StepMetrics::default();
+        add_staleness(&mut step, &groups, &[(4, 2)].into());
+        assert_eq!((step.staleness, step.staleness_mean, step.staleness_max), (vec![0, 0, 2], 2.0, 2));
     }
 
     #[test]

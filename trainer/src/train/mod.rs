@@ -6,12 +6,14 @@ mod options;
 mod record;
 mod session;
 mod update;
+mod versions;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::Label;
+use driftless_buffer::Group;
 use driftless_transport::publish::{Mode, Step};
 use driftless_transport::{Snapshot, Version};
 use tokio::task::{JoinError, JoinHandle};
@@ -43,10 +45,12 @@ pub enum Event<'a> {
         /// Steps of the whole run.
         of: u64,
     },
-    /// Something slow is being waited for.
+    /// Something slow is being waited for. Told again when more is known of it.
     Waiting {
         /// What.
         what: &'a str,
+        /// Where it lacks, and why; empty while that is not known.
+        on: &'a str,
     },
     /// Samples of a rollout have arrived and are durable.
     Generating {
@@ -57,7 +61,15 @@ pub enum Event<'a> {
         /// Samples of the rollout.
         total: u64,
     },
-    /// A run goes on with another setting than its last checkpoint was made with.
+    /// A run goes on with other prompts than it had before, or in another order: some that were trained on may be
+    /// taken again, and others never.
+    OtherPrompts,
+    /// The rollout log is empty although steps were done: the prompts that these were trained on are taken again.
+    LogMissing {
+        /// The steps.
+        step: u64,
+    },
+    /// A run goes on with another setting than before.
     Changed {
         /// The flag.
         name: &'a str,
@@ -77,11 +89,6 @@ pub enum Event<'a> {
     LearnerLost {
         /// What became of it.
         error: &'a Error,
-    },
-    /// A version is in the store; the engines are waited for next.
-    Published {
-        /// Its number.
-        version: u64,
     },
     /// Held-out prompts were measured on.
     Evaluated {
@@ -167,6 +174,9 @@ impl Session<'_> {
         }
         self.tell(Event::Begin { step: self.step, of: self.options.num_rollout });
         self.catch_up()?;
+        if self.options.num_rollout == 0 && self.step > 0 {
+            self.evaluate(self.step)?;
+        }
         while self.step < self.options.num_rollout {
             self.turn(self.step)?;
         }
@@ -225,13 +235,11 @@ impl Session<'_> {
             && updates.newest()?.is_none()
         {
             let published = updates.publish_reference(self.options.start())?;
-            self.tell(Event::Waiting { what: "the engines to come to version 0" });
             self.converge(update::measured(&published), None)?;
         }
         if let Some(unfinished) = self.unfinished.take() {
             self.complete(unfinished)?;
         } else if let Some(label) = self.label()? {
-            self.tell(Event::Waiting { what: "the engines to come to the newest version" });
             self.come_to(&label)?;
         }
         if self.step == 0 && self.record.eval_start.is_none() {
@@ -296,6 +304,7 @@ impl Session<'_> {
             self.step = rollout + 1;
             return Ok(described);
         }
+        let ages = self.ages(rollout, &groups);
         let begin = Instant::now();
         let batch = learn::batch(rollout, &groups, &self.options.learn);
         let (stats, skipped) = match self.learner.step(&batch)? {
@@ -308,13 +317,24 @@ impl Session<'_> {
         fail::fail_point!("train.step");
         let train_ms = milliseconds(begin.elapsed());
         let mut step = StepMetrics { stats, skipped, train_ms, ..described };
-        let updates = &mut self.updates;
-        learn::add_staleness(&mut step, &groups, |version| match updates {
-            Some(updates) => Ok(rollout.saturating_sub(updates.step_of(version)?)),
-            None => Ok(0),
-        })?;
+        learn::add_staleness(&mut step, &groups, &ages);
         self.step = rollout + 1;
         Ok(step)
+    }
+
+    /// How many steps the weights that learn from a rollout are ahead of each version that generated it. Old versions
+    /// may be neither in the run's directory nor in the store any more; they are left out.
+    fn ages(&mut self, rollout: u64, groups: &[Group]) -> BTreeMap<u64, u64> {
+        let updates = &mut self.updates;
+        let age = |version| match updates.as_mut().map(|updates| updates.step_of(version)) {
+            None => Some((version, 0)),
+            Some(Ok(step)) => Some((version, rollout.saturating_sub(step))),
+            Some(Err(error)) => {
+                tracing::warn!(version, %error, "staleness is measured without a version whose step is unknown");
+                None
+            }
+        };
+        learn::versions(groups).into_iter().filter_map(age).collect()
     }
 
     /// Leaves out a step that was not finite, unless too many in a row were.
@@ -360,6 +380,9 @@ impl Session<'_> {
             Weights::Published(version) => {
                 let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
                 updates.published(&self.learner.describe(), version, self.step)?;
+                if let Some(notify) = &self.options.notify {
+                    notify.tell(Version(version));
+                }
                 let recorded = updates.recorded(Version(version))?;
                 let encode_publish_ms = milliseconds(begin.elapsed());
                 (PublicationMetrics { encode_publish_ms, ..recorded }, None)
@@ -408,7 +431,7 @@ impl Session<'_> {
         if self.options.eval.is_empty() {
             return Ok(None);
         }
-        self.tell(Event::Waiting { what: "the held-out prompts" });
+        self.tell(Event::Waiting { what: "the held-out prompts", on: "" });
         let mut eval = EvalMetrics::default();
         for set in &self.options.eval {
             let measured = self.block_on(rollouts.clone().measure(set, self.label()?))?;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use derive_setters::Setters;
 use driftless_bridge::{Keys, SamplingParams};
 use driftless_store::Store;
+use driftless_transport::publish::Notify;
 use driftless_transport::sign::{SignKey, TrustKey};
 
 use crate::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
@@ -50,7 +51,7 @@ pub struct TrainOptions {
     pub mode: Mode,
     /// What to leave out, for debugging.
     pub debug: Debug,
-    /// Steps of the whole run.
+    /// Steps of the whole run; with 0, the newest policy is measured, and that is all.
     pub num_rollout: u64,
     /// Prompts of a rollout.
     pub rollout_batch_size: u64,
@@ -58,6 +59,8 @@ pub struct TrainOptions {
     pub n_samples_per_prompt: u64,
     /// What is learned.
     pub task: Task,
+    /// Settings of the prompts and rewards, by name. A run that goes on with others says so.
+    pub data: BTreeMap<String, String>,
     /// How tokens of rollouts are drawn; each sample gets a seed of its own.
     pub sampling: SamplingParams,
     /// Tokens that prompt and response may have together.
@@ -70,6 +73,12 @@ pub struct TrainOptions {
     pub update_weights_interval: u64,
     /// Carry full tensors too in every version whose number is a multiple of this; never, if `None`.
     pub anchor_every: Option<u64>,
+    /// The same whenever the deltas since the last full tensors weigh this share of their bytes, or more.
+    pub anchor_share: Option<f64>,
+    /// Hears of each version right behind its commit, such as followers that look at the store then.
+    pub notify: Option<Notify>,
+    /// Remove what no follower needs but for so many of the newest versions; never, if `None`.
+    pub keep_versions: Option<u64>,
     /// After every update compare the engines' checksums with those of the trainer's bytes.
     pub check_weight_update_equal: bool,
     /// Measure on held-out prompts after every so many steps; only at both ends, if 0.
@@ -135,12 +144,16 @@ impl TrainOptions {
             rollout_batch_size: 32,
             n_samples_per_prompt: 8,
             task,
+            data: BTreeMap::new(),
             sampling: SamplingParams::default(),
             rollout_max_context_len: None,
             server_concurrency: 512,
             update_weight_mode: UpdateWeightMode::Delta,
             update_weights_interval: 1,
             anchor_every: None,
+            anchor_share: None,
+            notify: None,
+            keep_versions: None,
             check_weight_update_equal: false,
             eval_interval: 20,
             eval: Vec::new(),
@@ -176,6 +189,8 @@ impl TrainOptions {
             ("--rollout-top-p", sampling.top_p.to_string()),
             ("--rollout-top-k", sampling.top_k.to_string()),
             ("--rollout-max-response-len", sampling.max_new_tokens.to_string()),
+            ("--rollout-stop", format!("{:?}", sampling.stop)),
+            ("--rollout-stop-token-ids", format!("{:?}", sampling.stop_token_ids)),
             ("--update-weights-interval", self.update_weights_interval.to_string()),
         ]
         .map(|(name, value)| (name.to_owned(), value))

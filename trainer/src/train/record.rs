@@ -1,5 +1,6 @@
 //! `run.json`: what ties the state directory of a run to the store.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,6 +11,15 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result, io};
 use crate::metrics::EvalMetrics;
 
+/// What the run learned from when it was started last.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Data {
+    /// [`TrainOptions::data`](super::TrainOptions::data).
+    pub(super) settings: BTreeMap<String, String>,
+    /// [`Task::digest`](crate::tasks::Task::digest).
+    pub(super) prompts: Option<String>,
+}
+
 /// What the file holds.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct RunRecord {
@@ -19,6 +29,9 @@ pub(super) struct RunRecord {
     pub(super) run_id: Option<RunId>,
     /// Success before the first step.
     pub(super) eval_start: Option<EvalMetrics>,
+    /// Absent until a loop that keeps it has started the run.
+    #[serde(default)]
+    pub(super) data: Option<Data>,
 }
 
 impl RunRecord {

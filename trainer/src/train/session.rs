@@ -14,9 +14,11 @@ use driftless_store::os::regular;
 use driftless_transport::publish::{PublisherOptions, Start};
 use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
 
-use super::record::RunRecord;
+use super::record::{Data, RunRecord};
 use super::update::{self, Updates};
+use super::versions::Versions;
 use super::{Event, InFlight, Observer, TrainOptions, options};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
@@ -70,6 +72,8 @@ pub(super) struct Session<'o> {
     pub(super) ahead: Option<InFlight>,
     /// The last step of an interrupted run, saved but perhaps not published or recorded.
     pub(super) unfinished: Option<StepMetrics>,
+    /// The removal of old versions that was begun last.
+    pub(super) collection: Option<JoinHandle<()>>,
 }
 
 impl<'o> Session<'o> {
@@ -99,7 +103,7 @@ impl<'o> Session<'o> {
         let run_id = record.run_id.unwrap_or_else(RunId::random);
         // It is locked before anything of the run is changed.
         let log = open_log(options, run_id)?;
-        Ok(Session {
+        let mut session = Session {
             place: place(options, run_id),
             metrics: MetricsFile::open(&options.save.join(METRICS), u64::MAX)?,
             options,
@@ -119,17 +123,44 @@ impl<'o> Session<'o> {
             complete_since: None,
             ahead: None,
             unfinished: None,
-        })
+            collection: None,
+        };
+        session.note_data()?;
+        Ok(session)
+    }
+
+    /// Says in what the data differ from those of the last start, and remembers them as they are.
+    fn note_data(&mut self) -> Result<()> {
+        let now = Data { settings: self.options.data.clone(), prompts: self.options.task.source.digest() };
+        let then = self.record.data.replace(now.clone());
+        if then.as_ref() == Some(&now) {
+            return Ok(());
+        }
+        if let Some(then) = then.filter(|_| self.log.reader().next_prompt() > 0) {
+            for (name, now) in &now.settings {
+                if let Some(then) = then.settings.get(name).filter(|then| *then != now) {
+                    self.tell(Event::Changed { name, then, now });
+                }
+            }
+            if then.prompts != now.prompts {
+                self.tell(Event::OtherPrompts);
+            }
+        }
+        self.record.write(&self.options.save)
     }
 
     /// Has the learner take up its newest checkpoint, and goes back to the step of that.
     pub(super) fn load(&mut self) -> Result<()> {
         let progress = match self.options.debug {
             Debug::RolloutOnly => None,
-            _ => self.learner.load(&self.place)?,
+            _ => {
+                self.tell(Event::Waiting { what: "the learner to start", on: &self.learner.describe() });
+                self.learner.load(&self.place)?
+            }
         };
         if let Some(progress) = &progress {
             self.check(progress)?;
+            self.check_log(progress.step)?;
         }
         self.step = progress.as_ref().map_or(0, |progress| progress.step);
         self.saved = self.step;
@@ -173,6 +204,23 @@ impl<'o> Session<'o> {
         Ok(())
     }
 
+    /// Says that the log of a run that has done steps is empty, and does not believe in steps without any trace.
+    fn check_log(&mut self, step: u64) -> Result<()> {
+        if step == 0 || self.log.reader().next_prompt() > 0 {
+            return Ok(());
+        }
+        let published = match &mut self.updates {
+            Some(updates) => updates.newest()?.is_some_and(|(_, made)| made > 0),
+            None => false,
+        };
+        if !published && metrics::read(&self.metrics_path())?.is_empty() {
+            let (learner, path) = (self.learner.describe(), self.options.save.clone());
+            return Err(Error::LearnerAhead { learner, step, path });
+        }
+        self.tell(Event::LogMissing { step });
+        Ok(())
+    }
+
     pub(super) fn schedule(&self) -> Schedule {
         Schedule { mode: self.options.mode, rollouts: self.options.num_rollout }
     }
@@ -181,18 +229,20 @@ impl<'o> Session<'o> {
     pub(super) fn attach(&mut self) -> Result<()> {
         let options = self.options;
         let expected = Expected::from_checkpoint(options.start())?;
-        let fleet_options = FleetOptions::default()
+        let mut fleet_options = FleetOptions::default()
             .with_concurrency(options.server_concurrency)
             .with_deadline(options.generate_deadline);
+        fleet_options.newest = self.updates.as_ref().map(Updates::newest_in_store);
         let addresses = &options.rollout_external_engine_addrs;
-        self.tell(Event::Waiting { what: "the engines to answer" });
+        let what = "the engines to answer";
+        self.tell(Event::Waiting { what, on: "" });
         let fleet = self.runtime.block_on(async {
             let end = Instant::now() + options.update_deadline;
             loop {
                 match Fleet::attach(addresses, &options.keys, &expected, fleet_options.clone()).await {
                     // It may still be starting, or be started again by its supervisor.
                     Err(error) if error.is_transient() && Instant::now() < end => {
-                        tracing::info!(%error, "an engine does not answer yet");
+                        self.tell(Event::Waiting { what, on: &error.to_string() });
                         tokio::time::sleep(ATTACH_AGAIN).await;
                     }
                     attached => return attached,
@@ -315,7 +365,7 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
         record.write(&options.save)?;
         return Ok((record, None));
     }
-    let store = options.store.clone();
+    let (store, versions) = (options.store.clone(), Versions::open(&options.save)?);
     let start = match &recorded {
         Some(record) if record.run != options.run => {
             return Err(Error::OtherRun {
@@ -335,11 +385,13 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
         let run = Run::open(store.clone(), &options.run)?;
         run.check_id(format_args!("the state in {}", options.save.display()), run_id)?;
         if run.newest_version(MODEL)?.is_some() {
-            return Ok((record, Some(Updates::watch(run)?)));
+            return Ok((record, Some(Updates::watch(run, versions)?)));
         }
     }
     let mut publisher = PublisherOptions::new(&options.run, start, options.save.join(BASELINE));
     publisher.anchor_every = options.anchor_every;
+    publisher.anchor_share = options.anchor_share;
+    publisher.notify.clone_from(&options.notify);
     publisher.reference_dir = Some(options.start().to_owned());
     publisher.sign_key.clone_from(&options.sign_key);
     publisher.trust_keys.clone_from(&options.trust_keys);
@@ -350,14 +402,14 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
     record.run_id = Some(publisher.run().id());
     record.write(&options.save)?;
     if !learner_publishes {
-        return Ok((record, Some(Updates::new(publisher))));
+        return Ok((record, Some(Updates::new(publisher, versions))));
     }
     // The learner goes on from here, with this baseline.
     if publisher.version().is_none() {
         update::publish_reference(&mut publisher, options.start())?;
         publisher.wait()?;
     }
-    Ok((record, Some(Updates::watch(publisher.run().clone())?)))
+    Ok((record, Some(Updates::watch(publisher.run().clone(), versions)?)))
 }
 
 /// Whether the name was claimed without anything published: what a crash between claim and record leaves.
@@ -399,6 +451,8 @@ fn place(options: &TrainOptions, run_id: RunId) -> Workspace {
         model: MODEL.to_owned(),
         baseline: options.save.join(BASELINE),
         keep: options.keep_checkpoints,
+        anchor_every: options.anchor_every,
+        anchor_share: options.anchor_share,
     }
 }
 

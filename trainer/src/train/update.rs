@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftless_bridge::engine::LiveWeights;
+use driftless_bridge::fleet::Newest;
 use driftless_bridge::{Fleet, Label};
 use driftless_transport::gc::Ack;
 use driftless_transport::manifest::Manifest;
@@ -15,9 +16,13 @@ use driftless_transport::publish::{Mode, Published, Step};
 use driftless_transport::snapshot::TensorInfo;
 use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
+use super::versions::Versions;
 use crate::error::{Error, Result};
 use crate::learner::MODEL;
 use crate::metrics::PublicationMetrics;
+
+/// Time between two looks at acknowledgements that are still to be written.
+const ACK_AGAIN: Duration = Duration::from_millis(20);
 
 /// The versions of the run: those that the loop publishes, or watches a learner publish.
 pub(super) struct Updates {
@@ -28,18 +33,25 @@ pub(super) struct Updates {
     newest: Option<Version>,
     /// Optimiser step of each version that has been asked for.
     steps: BTreeMap<u64, u64>,
+    /// The same in the run's directory, for versions that the store has collected.
+    versions: Versions,
 }
 
 impl Updates {
-    pub(super) fn new(publisher: Publisher) -> Self {
+    pub(super) fn new(publisher: Publisher, versions: Versions) -> Self {
         let (run, newest) = (publisher.run().clone(), publisher.version());
-        Updates { run, publisher: Some(publisher), newest, steps: BTreeMap::new() }
+        Updates { run, publisher: Some(publisher), newest, steps: BTreeMap::new(), versions }
     }
 
     /// The versions of a run that a learner publishes.
-    pub(super) fn watch(run: Run) -> Result<Self> {
+    pub(super) fn watch(run: Run, versions: Versions) -> Result<Self> {
         let newest = run.newest_version(MODEL)?;
-        Ok(Updates { run, publisher: None, newest, steps: BTreeMap::new() })
+        Ok(Updates { run, publisher: None, newest, steps: BTreeMap::new(), versions })
+    }
+
+    /// The run in the store.
+    pub(super) fn run(&self) -> &Run {
+        &self.run
     }
 
     /// The newest version with the optimiser step it was made at.
@@ -58,26 +70,48 @@ impl Updates {
         Ok(())
     }
 
+    /// Reads the newest label in the store, whoever published it and without waiting for this loop to hear of it.
+    pub(super) fn newest_in_store(&self) -> Newest {
+        let run = self.run.clone();
+        Newest::new(move || match run.newest_version(MODEL) {
+            Ok(version) => Label::new(&run.id().to_string(), version?.0).ok(),
+            Err(error) => {
+                tracing::warn!(%error, "the store does not tell its newest version");
+                None
+            }
+        })
+    }
+
     /// The label engines carry for the newest version.
     pub(super) fn label(&self) -> Result<Option<Label>> {
         let run_id = self.run.id().to_string();
         Ok(self.newest.map(|version| Label::new(&run_id, version.0)).transpose()?)
     }
 
-    /// The optimiser step that `version` was made at, from its manifest.
+    /// The optimiser step that `version` was made at, from its manifest; from the run's directory, where the store
+    /// no longer has that.
     pub(super) fn step_of(&mut self, version: u64) -> Result<u64> {
         if let Some(step) = self.steps.get(&version) {
             return Ok(*step);
         }
-        let step = self.run.get(MODEL, Version(version))?.manifest.trainer_step;
-        self.steps.insert(version, step);
+        let step = match self.run.get(MODEL, Version(version)) {
+            Ok(committed) => committed.manifest.trainer_step,
+            Err(error) => self.versions.step_of(version).ok_or(error)?,
+        };
+        self.note(version, step)?;
         Ok(step)
+    }
+
+    fn note(&mut self, version: u64, step: u64) -> Result<()> {
+        self.steps.insert(version, step);
+        self.versions.note(version, step)
     }
 
     /// As [`publish_reference`].
     pub(super) fn publish_reference(&mut self, dir: &Path) -> Result<Published> {
         let published = publish_reference(self.publisher()?, dir)?;
         self.newest = Some(published.version);
+        self.note(published.version.0, 0)?;
         Ok(published)
     }
 
@@ -96,10 +130,12 @@ impl Updates {
         step: Step,
         mode: Mode,
     ) -> Result<PublicationMetrics> {
+        let trainer_step = step.trainer_step;
         let publisher = self.publisher()?;
         let published = publisher.publish(snapshot, step, mode)?;
         let device_bytes = encoded_on_device(publisher);
         self.newest = Some(published.version);
+        self.note(published.version.0, trainer_step)?;
         Ok(PublicationMetrics { device_bytes, ..measured(&published) })
     }
 
@@ -158,21 +194,61 @@ impl Updates {
         })
     }
 
-    /// What the followers wrote about `version`: the slowest prepare and the longest pause, in milliseconds.
-    pub(super) fn acknowledged(&self, version: Version) -> Result<(f64, f64)> {
-        let (mut prepare, mut pause) = (0.0_f64, 0.0_f64);
+    /// What the followers wrote about `version`. Those that have it are waited for, up to `deadline`, until they have
+    /// written what became of their engines.
+    pub(super) fn acknowledged(&self, version: Version, deadline: Duration) -> Result<Told> {
+        let end = Instant::now() + deadline;
+        loop {
+            let told = self.told(version)?;
+            if !told.unfinished || Instant::now() + ACK_AGAIN >= end {
+                return Ok(told);
+            }
+            std::thread::sleep(ACK_AGAIN);
+        }
+    }
+
+    fn told(&self, version: Version) -> Result<Told> {
+        let mut told = Told::default();
         for entry in self.run.followers()? {
             let bytes = self.run.store().get(&entry.key, None).map_err(driftless_transport::Error::from)?;
-            // A follower that went on to a newer version, or of a newer program, tells nothing about this
-            // one.
-            let Ok(ack) = serde_json::from_slice::<Ack>(&bytes) else { continue };
-            if ack.version == version {
-                prepare = prepare.max(ack.prepare_ms);
-                pause = ack.engines.iter().filter_map(|engine| engine.pause_ms).fold(pause, f64::max);
+            // A follower that is at another version, or of a newer program, tells nothing about this one.
+            match serde_json::from_slice::<Ack>(&bytes) {
+                Ok(ack) if ack.version == version => told.add(&ack),
+                _ => {}
             }
         }
-        Ok((prepare, pause))
+        Ok(told)
     }
+}
+
+/// What followers wrote about a version.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Told {
+    /// The slowest prepare, in milliseconds.
+    pub(super) prepare_ms: Option<f64>,
+    /// The longest pause of an engine that serves the version, in milliseconds.
+    pub(super) pause_ms: Option<f64>,
+    /// Whether an engine beside one of them is not there yet, and nothing keeps it from coming.
+    unfinished: bool,
+}
+
+impl Told {
+    fn add(&mut self, ack: &Ack) {
+        self.prepare_ms = longer(self.prepare_ms, Some(ack.prepare_ms));
+        for engine in &ack.engines {
+            // The pause of an engine with another label is that of an earlier version.
+            if engine.label.as_ref() == Some(&ack.label) {
+                self.pause_ms = longer(self.pause_ms, engine.pause_ms);
+            } else {
+                self.unfinished |= engine.error.is_none();
+            }
+        }
+    }
+}
+
+/// The longer of two times, of those that are known.
+pub(super) fn longer(one: Option<f64>, other: Option<f64>) -> Option<f64> {
+    one.into_iter().chain(other).reduce(f64::max)
 }
 
 /// Refuses a checkpoint that engines start from and that differs from what the learner has at step 0.
@@ -273,4 +349,28 @@ pub(super) async fn check_equal(
 
 pub(super) fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ack(label: &str, pause_ms: f64) -> Ack {
+        let engine = serde_json::json!({"url": "e", "label": label, "pause_ms": pause_ms});
+        let digest = "00".repeat(32);
+        let ack = serde_json::json!({"version": 7, "label": "r:7", "manifest_digest": digest, "prepare_ms": 3.0,
+            "bytes": 1, "engines": [engine]});
+        serde_json::from_value(ack).unwrap()
+    }
+
+    #[test]
+    fn pause_of_another_version_is_not_this_ones() {
+        let mut told = Told::default();
+        told.add(&ack("r:6", 74.5));
+        assert_eq!(told, Told { prepare_ms: Some(3.0), pause_ms: None, unfinished: true });
+        let mut told = Told::default();
+        told.add(&ack("r:7", 19.0));
+        told.add(&ack("r:7", 12.9));
+        assert_eq!(told, Told { prepare_ms: Some(3.0), pause_ms: Some(19.0), unfinished: false });
+    }
 }

@@ -384,6 +384,8 @@ impl Stage {
             model: "policy".into(),
             baseline: own.join("baseline"),
             keep: 1,
+            anchor_every: None,
+            anchor_share: None,
         };
         Stage { name: format!("{size} {text}, {dtype:?}"), place, lengths, records, _log: log }
     }

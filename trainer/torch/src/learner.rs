@@ -477,6 +477,8 @@ mod tests {
             model: "policy".into(),
             baseline: dir.path().join("baseline"),
             keep: 1,
+            anchor_every: None,
+            anchor_share: None,
         };
         let mut learner = TorchLearner::new(TorchOptions {
             fp8,

@@ -61,6 +61,8 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         model: "policy".into(),
         baseline: dir.path().join("baseline"),
         keep: 1,
+        anchor_every: None,
+        anchor_share: None,
     };
     // The loss overflows.
     let mut learner = learner(LearnOptions::default().with_entropy_coef(1e300));

@@ -182,6 +182,7 @@ class Learner:
         def publish() -> int:
             if self._publisher is None:
                 given = {"model": hello["model"], "baseline_dir": baseline, "hf_checkpoint": hello["hf_checkpoint"]}
+                given |= {name: hello.get(name) for name in ("anchor_every", "anchor_share")}
                 self._publisher = Publisher(hello["store"], hello["run"], resume=True, **given, **settings)
             self._publisher.publish(parts, step=call["step"], **arguments)
             return self._publisher.version
