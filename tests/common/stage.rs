@@ -51,7 +51,7 @@ impl Stage {
             }
             Role::Follower => {
                 command.args(["follow", "--run", "test", "--id", "host-0"]);
-                command.args(["--poll-ms", &self.poll_ms.to_string()]);
+                command.args(["--poll-ms", &self.poll_ms.to_string(), "--engine-poll-ms", "20"]);
                 command.args(["--engine", &format!("http://127.0.0.1:{}", self.port)]);
                 command.arg("--store").arg(self.dir.join("store"));
                 command.arg("--checkpoint-dir").arg(self.dir.join("host"));

@@ -91,7 +91,17 @@ impl Stage {
 
     fn follower(&self) -> Process {
         let mut command = driftless();
-        command.args(["follow", "--run", "test", "--id", "host-0", "--poll-ms", "20"]);
+        command.args([
+            "follow",
+            "--run",
+            "test",
+            "--id",
+            "host-0",
+            "--poll-ms",
+            "20",
+            "--engine-poll-ms",
+            "20",
+        ]);
         command.args(["--engine", &self.engine.url()]);
         command.arg("--store").arg(self.at("store"));
         command.arg("--checkpoint-dir").arg(self.at("host"));
