@@ -167,12 +167,12 @@ impl TaskArgs {
                 let expected = "--prompt-data FILE, --data-source-command HOOK or --task NAME";
                 Err(missing("what to learn", expected))
             }
-            None => self.from_files(checkpoint, reward?),
+            None => self.of_files(checkpoint, reward?),
         }
     }
 
     /// Prompts of files.
-    fn from_files(&self, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Chosen> {
+    fn of_files(&self, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Chosen> {
         let options = data::options(&self.data, "--prompt-data", &self.prompt_data)?;
         if options.loss_mask.is_some() {
             return Err(Error::Usage {
