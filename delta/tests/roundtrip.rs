@@ -7,9 +7,10 @@ mod common;
 use std::ops::Range;
 
 use common::{ALL, PROFILES, apply, noisy, random_bytes};
+use driftless_delta::patch::JournaledPatch;
 use driftless_delta::{
-    BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, JournaledPatch, Patch, Profile, decode, decode_full,
-    encode, encode_full,
+    BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Profile, decode, decode_full, encode,
+    encode_full,
 };
 use proptest::prelude::*;
 
@@ -57,10 +58,10 @@ proptest! {
     #[test]
     fn any_bytes_round_trip(
         element in element(), profile in profile(),
-        (base, new) in (0_usize..600).prop_flat_map(|n| (
+        pair in (0_usize..600).prop_flat_map(|n| (
             prop::collection::vec(any::<u8>(), n * 4), prop::collection::vec(any::<u8>(), n * 4))),
     ) {
-        round_trip(element, &base, &new, profile);
+        round_trip(element, &pair.0, &pair.1, profile);
     }
 
     #[test]

@@ -159,7 +159,8 @@ fn table(bytes: &[u8]) -> Table {
     (first, (0..count).map(one).collect())
 }
 
-fn changes(kind: Type, bytes: &[u8], (first, classes): &Table, base: &[u64]) -> Vec<u64> {
+fn changes(kind: Type, bytes: &[u8], table: &Table, base: &[u64]) -> Vec<u64> {
+    let (first, classes) = table;
     let mut bits = Bits(bytes, 0);
     let mut new = base.to_vec();
     let shift = bits.number(3) as i64 - 3;

@@ -204,7 +204,7 @@ fn loop_with_a_child_learner_learns_from_every_sample_once() {
 }
 
 #[test]
-fn learner_that_is_killed_anywhere_is_started_again_and_learns_from_every_sample_once() {
+fn learner_killed_anywhere_learns_from_every_sample_once() {
     for faults in [
         "hello:1:kill",
         "step:2:kill",
@@ -224,7 +224,7 @@ fn learner_that_is_killed_anywhere_is_started_again_and_learns_from_every_sample
 }
 
 #[test]
-fn loop_that_is_killed_anywhere_goes_on_and_learns_from_every_sample_once() {
+fn loop_killed_anywhere_learns_from_every_sample_once() {
     for point in ["log.append:1", "log.append:5", "log.commit:9", "train.step:1", "train.step:3"] {
         play("", Some(point), &[]);
     }
@@ -233,7 +233,7 @@ fn loop_that_is_killed_anywhere_goes_on_and_learns_from_every_sample_once() {
 
 /// `DRIFTLESS_LEARNER_COMMAND` starts it. Lane `python` has that of the wheel go through it.
 #[test]
-fn loop_with_the_learner_of_the_environment_is_killed_and_goes_on() {
+fn loop_with_learner_of_the_environment_is_killed_and_goes_on() {
     let Some(command) = std::env::var("DRIFTLESS_LEARNER_COMMAND").ok().filter(|value| !value.is_empty())
     else {
         println!("skipped: DRIFTLESS_LEARNER_COMMAND names no learner");
@@ -265,7 +265,7 @@ fn learner_that_always_dies_ends_the_run_with_its_name() {
 }
 
 #[test]
-fn run_whose_name_is_taken_begins_under_another_in_the_same_directory() {
+fn run_with_a_taken_name_begins_under_another() {
     let stage = Stage::new(&[]);
     let _follower = stage.follower();
     let mut other = driftless();
@@ -325,7 +325,7 @@ fn too_many_steps_that_are_not_finite_end_the_run() {
 }
 
 #[test]
-fn settings_that_have_changed_are_said_or_refused_when_a_run_goes_on() {
+fn changed_settings_are_said_or_refused_on_going_on() {
     let mut stage = Stage::new(&["--num-rollout", "2"]);
     let _follower = stage.follower();
     let (status, words) = code(&mut stage.trainer(""));
@@ -499,7 +499,7 @@ fn state_directory_that_was_removed_leaves_another_name() {
 }
 
 #[test]
-fn series_of_checkpoints_has_one_beside_each_training_checkpoint() {
+fn series_has_one_beside_each_training_checkpoint() {
     let mut stage = Stage::new(&["--save-interval", "2"]);
     stage.save_hf = "hf-{rollout_id}";
     let _follower = stage.follower();
@@ -511,7 +511,7 @@ fn series_of_checkpoints_has_one_beside_each_training_checkpoint() {
 }
 
 #[test]
-fn log_that_is_too_large_gives_back_what_was_learned_and_no_more() {
+fn too_large_log_gives_back_what_was_learned_and_no_more() {
     let mut stage = Stage::new(&[]);
     let _follower = stage.follower();
     let log = |stage: &Stage| Reader::open(stage.at("rl/log")).expect("a log");

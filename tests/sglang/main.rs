@@ -45,7 +45,7 @@ fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
 
 /// The first run that docs/loop.md describes, with fewer and shorter samples.
 #[test]
-fn three_steps_of_a_language_model_on_prompts_and_a_reward_of_ones_own() {
+fn language_model_trains_three_steps_on_own_prompts_and_reward() {
     let Some(python) = variable("DRIFTLESS_SGLANG_PYTHON") else { return };
     let Some(model) = variable("DRIFTLESS_REAL_CHECKPOINT") else { return };
     let _one = common::exclusive();

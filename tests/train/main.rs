@@ -186,7 +186,7 @@ fn an_object_store_is_wanted_where_it_was_asked_for() {
 
 /// The flags contradict each other, an address is none, or the machine has no GPU: nothing is loaded or made before that is said.
 #[test]
-fn a_way_of_the_weights_that_cannot_be_meant_is_refused_before_anything_is_done() {
+fn way_of_the_weights_that_cannot_be_meant_is_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
     let stage = Stage::new(dir.path(), dir.path());
@@ -212,7 +212,7 @@ fn a_way_of_the_weights_that_cannot_be_meant_is_refused_before_anything_is_done(
 }
 
 #[test]
-fn a_push_from_a_machine_without_its_library_says_what_it_looked_for() {
+fn push_without_its_library_says_what_it_looked_for() {
     let dir = tempfile::tempdir().expect("a directory");
     let stage = Stage::new(dir.path(), &cold_start(dir.path()));
     let mut command = stage.command(Role::Trainer);
@@ -250,7 +250,7 @@ fn a_port_in_use_is_told_as_such() {
 }
 
 #[test]
-fn deterministic_training_gives_the_same_bytes_twice_and_is_no_matter_of_another_learner() {
+fn deterministic_training_gives_the_same_bytes_twice() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = dir.path().join("config.json");
     std::fs::write(&config, common::TINY_CONFIG).expect("a config");
@@ -275,7 +275,7 @@ fn deterministic_training_gives_the_same_bytes_twice_and_is_no_matter_of_another
 }
 
 #[test]
-fn mistakes_of_the_command_line_are_told_before_anything_is_done() {
+fn mistakes_of_the_command_line_are_told_first() {
     let dir = tempfile::tempdir().expect("a directory");
     let [file, fifo, save] = ["file", "fifo", "save"].map(|name| dir.path().join(name).display().to_string());
     std::fs::write(&file, "not a directory").expect("a file");

@@ -74,7 +74,7 @@ fn a_reward_that_never_comes_ends_the_run_with_its_reason() {
 }
 
 #[test]
-fn a_checkpoint_with_other_tokens_is_refused_before_anything_is_done() {
+fn checkpoint_with_other_tokens_is_refused_first() {
     let dir = tempfile::tempdir().expect("a directory");
     // No engine runs.
     let stage = Stage::new(dir.path(), &cold_start(dir.path()));

@@ -75,7 +75,7 @@ fn ranks_train_as_one_does_whatever_happens_to_them() {
 }
 
 #[test]
-fn numbers_of_ranks_that_cannot_be_are_refused_before_anything_is_there() {
+fn impossible_numbers_of_ranks_are_refused_first() {
     let dir = tempfile::tempdir().expect("a directory");
     let stage = Stage::new(dir.path(), &cold_start(dir.path()));
     for (ranks, device, expected) in [

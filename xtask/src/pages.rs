@@ -215,12 +215,11 @@ fn headings(text: &str) -> impl Iterator<Item = String> {
 /// The flags that a Rust or Python file declares.
 fn declared_flags(text: &str) -> Vec<String> {
     let mut found = Vec::new();
-    for attribute in
-        text.split("arg(").skip(1).filter(|rest| rest.trim_start().starts_with("long") || has_long(rest))
-    {
-        if let Some(name) = attribute.split("long = \"").nth(1).filter(|_| named_long(attribute)) {
+    let attributes = text.match_indices("arg(").map(|(at, begin)| &text[at + begin.len()..]);
+    for behind in attributes.filter(|behind| has_long(behind)) {
+        if let Some(name) = attribute(behind).split("long = \"").nth(1) {
             found.extend(name.split('"').next().map(|name| format!("--{name}")));
-        } else if let Some(field) = field_behind(attribute) {
+        } else if let Some(field) = field_behind(behind) {
             found.push(format!("--{}", field.replace('_', "-")));
         }
     }
@@ -230,17 +229,13 @@ fn declared_flags(text: &str) -> Vec<String> {
     found
 }
 
-/// The text of an attribute up to the line with its field.
+/// The text of an attribute.
 fn attribute(rest: &str) -> &str {
     &rest[..rest.find(")]").unwrap_or(rest.len())]
 }
 
 fn has_long(rest: &str) -> bool {
     attribute(rest).split(',').any(|part| part.trim() == "long" || part.trim().starts_with("long ="))
-}
-
-fn named_long(rest: &str) -> bool {
-    attribute(rest).contains("long = \"")
 }
 
 /// The field or variable that stands behind an attribute.
@@ -268,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_found_at_the_root_beside_the_page_and_in_the_middle() {
+    fn paths_are_found_at_the_root_or_beside_the_page() {
         let lost = |line: &str| tree().lost_paths("docs/loop.md", line);
         assert_eq!(
             lost("`src/cli/gc.rs`, `cli/{gc,mod}.rs`, `src/cli/`, `loop.md`, `design/log.md`"),

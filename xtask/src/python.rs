@@ -187,7 +187,7 @@ pub(crate) fn learners(root: &Path, cache: &Path) -> Result<[Learner; 2]> {
     let ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 -m driftless_rl.learner --fsdp";
     Ok([
         learner("-m driftless_rl.learner", "of_the_environment"),
-        learner(ranks, "loop_with_the_learner_of_the_environment"),
+        learner(ranks, "loop_with_learner_of_the_environment"),
     ])
 }
 

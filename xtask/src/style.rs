@@ -34,7 +34,8 @@ pub(crate) fn check(root: &Path) -> Result<()> {
 
 fn check_file(path: &str, text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().collect();
-    let in_tests = path.split('/').any(|part| part == "tests" || part == "tests.rs");
+    // A bench is read from top to bottom, as a test is.
+    let in_tests = path.split('/').any(|part| ["tests", "tests.rs", "benches"].contains(&part));
     let tests_begin = lines.windows(2).position(|pair| pair == ["#[cfg(test)]", "mod tests {"]);
     let mut wrong = Vec::new();
     for (index, line) in lines.iter().enumerate() {

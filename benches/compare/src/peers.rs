@@ -92,7 +92,8 @@ pub mod gaps_zstd {
     }
 
     /// Xors the values into `tensor` in place.
-    pub fn apply(tensor: &mut [u8], (gaps, values, wide): &(Vec<u8>, Vec<u8>, bool)) -> bool {
+    pub fn apply(tensor: &mut [u8], packed: &(Vec<u8>, Vec<u8>, bool)) -> bool {
+        let (gaps, values, wide) = packed;
         let most = tensor.len() * 2;
         let (Ok(gaps), Ok(values)) =
             (zstd::bulk::decompress(gaps, most), zstd::bulk::decompress(values, most))

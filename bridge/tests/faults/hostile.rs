@@ -115,11 +115,12 @@ fn all(calls: &[&'static str], activator: fn(&str) -> Box<dyn Activate>) {
 
 fn scenario(
     fake: &Fake,
-    (plan, fault): &Scenario,
+    scenario: &Scenario,
     next: &Checkpoint,
     manifest: &Manifest,
     activator: fn(&str) -> Box<dyn Activate>,
 ) -> Result<(), String> {
+    let (plan, fault) = scenario;
     let label = manifest.label();
     fake.engine().truths.insert(label.clone(), next.dir().into());
     let proxy = Proxy::start(fake.address);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use driftless_delta::JournaledPatch;
+use driftless_delta::patch::JournaledPatch;
 use driftless_store::ContentDigest;
 use driftless_store::os::regular;
 use driftless_store::wait::lock;

@@ -152,8 +152,8 @@ pub(crate) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
         }
         None => "none".to_owned(),
     };
-    fn form<'a>((name, tensor): &(&'a str, &'a Tensor)) -> (&'a str, Dtype, &'a [u64]) {
-        (name, tensor.dtype, &tensor.shape)
+    fn form<'a>(entry: &(&'a str, &'a Tensor)) -> (&'a str, Dtype, &'a [u64]) {
+        (entry.0, entry.1.dtype, &entry.1.shape)
     }
     for index in 0..old.len().max(new.len()) {
         let (expected, found) = (old.get(index), new.get(index));

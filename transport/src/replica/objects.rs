@@ -185,8 +185,8 @@ impl<'a> Objects<'a> {
         Ok(fetched.into())
     }
 
-    fn entry(&self, (number, object): Place) -> Option<&'a Object> {
-        self.versions.get(number)?.manifest.objects.get(object as usize)
+    fn entry(&self, place: Place) -> Option<&'a Object> {
+        self.versions.get(place.0)?.manifest.objects.get(place.1 as usize)
     }
 
     /// The slot of an object. Makes room for it where it is new: those not used for longest go.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use driftless_delta::JournaledPatch;
+use driftless_delta::patch::JournaledPatch;
 
 use super::journal::Record;
 use super::prefault::{WriteMap, WriteMaps};

@@ -46,8 +46,8 @@ pub(super) fn room_arrows(
         .flat_map(|line| [line, "\n"])
         .collect();
     if path.components().count() == 1 {
-        // Directly below `src`, `super` is the crate's root.
-        code = code.replace("super::", "crate::");
+        // Directly below `src`, `super` is the crate's root, but for modules within the file.
+        code = format!("\n{code}").replace("\nuse super::", "\nuse crate::");
     }
     let mut wrong: Vec<_> = code
         .split("crate::")
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn room_arrows_through_super_count_below_the_root_only() {
-        assert_eq!(arrows("run.rs", "use super::follow::a;\n"), ["run.rs: run → follow"]);
+        assert_eq!(arrows("run.rs", "//! x\nuse super::follow::a;\n"), ["run.rs: run → follow"]);
         assert_eq!(arrows("run/mod.rs", "use super::follow::a;\n"), [""; 0]);
     }
 

@@ -70,8 +70,7 @@ pub(super) const HOUSES: &[House] = &[
         below: &["driftless-http"],
         lines_max: LINES_MAX,
         floors: &[
-            &["error", "os", "wait"],
-            &["digest", "key", "pool"],
+            &["digest", "error", "key", "os", "pool", "wait"],
             &["store"],
             &["disk", "download", "memory", "object", "probe", "wrap"],
             &["conformance", "open"],

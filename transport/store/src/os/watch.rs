@@ -3,6 +3,7 @@
 //!
 //! Without the feature `failpoints` this compiles to nothing.
 
+#[cfg(feature = "failpoints")]
 use crate::wait::lock;
 use std::io;
 use std::path::Path;
