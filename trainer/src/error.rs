@@ -138,7 +138,7 @@ pub enum Error {
         /// The state directory.
         path: PathBuf,
         /// The setting.
-        what: &'static str,
+        what: String,
         /// What was asked for.
         expected: String,
         /// What the run has.
@@ -299,6 +299,12 @@ pub enum Error {
     PushSetUp {
         /// What it lacks.
         source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Something is not there that always is at this place.
+    #[error("{what}: this is a bug of driftless; please report it with the log")]
+    Bug {
+        /// What is not as it always is.
+        what: &'static str,
     },
     /// The loop was stopped while it waited.
     #[error("the loop was stopped while it waited")]

@@ -51,6 +51,10 @@ impl From<driftless::trainer::Error> for Error {
             driftless::trainer::Error::Input { what, expected, found } if flag(&what).is_some() => {
                 Error::Usage { what: flag(&what).unwrap_or(what), expected, found }
             }
+            driftless::trainer::Error::Resume { path, what, expected, found } => {
+                let what = flag(&what).unwrap_or(what);
+                Error::Trainer(driftless::trainer::Error::Resume { path, what, expected, found })
+            }
             error => Error::Trainer(error),
         }
     }
@@ -144,7 +148,7 @@ const FLAGS: [(&str, &str); 16] = [
 ];
 
 /// The flag of `train` that stands for a setting of the loop or its learner.
-fn flag(setting: &str) -> Option<String> {
+pub(crate) fn flag(setting: &str) -> Option<String> {
     let named = FLAGS.iter().find(|(known, _)| *known == setting).map(|(_, flag)| (*flag).to_owned());
     named.or_else(|| {
         let train = crate::cli::command().find_subcommand("train")?.clone();

@@ -1,6 +1,7 @@
 //! What `driftless train` shows while it runs: a bar on a terminal, else a line for each step and for what is waited
 //! for.
 
+use crate::cli::shared::error::flag;
 use crate::cli::shared::output::say;
 use crate::cli::shared::progress;
 use crate::cli::train::report;
@@ -75,6 +76,7 @@ impl Show {
                 "the rollout log has none of the prompts that {step} steps were trained on; they are taken again"
             )),
             Event::Changed { name, then, now } => {
+                let name = flag(name).unwrap_or_else(|| (*name).to_owned());
                 self.line(&format!("goes on with {name} {now}; it was {then} before"));
             }
             Event::OtherPrompts => {

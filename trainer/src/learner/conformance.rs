@@ -133,7 +133,7 @@ fn batch(records: &[Record], rollout_id: u64) -> Batch<'_> {
 
 fn progress(step: u64) -> Progress {
     let metrics = StepMetrics { rollout_id: step - 1, reward: 0.1 + step as f64, ..StepMetrics::default() };
-    let settings = [("--lr".to_owned(), "0.001".to_owned())].into();
+    let settings = [("lr".to_owned(), "0.001".to_owned())].into();
     Progress { step, seed: 7, metrics: Some(metrics), settings }
 }
 

@@ -62,7 +62,7 @@ pub struct Progress {
     pub seed: u64,
     /// What the last step was like.
     pub metrics: Option<StepMetrics>,
-    /// The settings that samples and steps depend on, by the names of their flags.
+    /// The settings that samples and steps depend on, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub settings: BTreeMap<String, String>,
 }

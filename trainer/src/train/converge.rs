@@ -31,7 +31,7 @@ impl Session<'_> {
         weights: Option<&(dyn Snapshot + Sync)>,
     ) -> Result<PublicationMetrics> {
         let begin = Instant::now();
-        let label = self.label()?.ok_or(Error::Cancelled)?;
+        let label = self.newest_label()?;
         let (pushed, behind) = self.bring(&label, weights)?;
         metrics.engines_behind = behind;
         metrics.convergence_ms = update::milliseconds(begin.elapsed());
@@ -179,7 +179,7 @@ impl Session<'_> {
         end: Instant,
     ) -> Result<Result<Duration, BoxError>> {
         let (Some(pusher), Some(updates)) = (&mut self.pusher, &mut self.updates) else {
-            return Err(Error::Cancelled);
+            return Err(Error::Bug { what: "a push without a pusher" });
         };
         let (checkpoint, manifest) = updates.at_rest(&self.place.baseline)?;
         let (weights, label) = (weights.unwrap_or(&checkpoint), label.to_string());

@@ -71,7 +71,7 @@ pub enum Event<'a> {
     },
     /// A run goes on with another setting than before.
     Changed {
-        /// The flag.
+        /// Its name.
         name: &'a str,
         /// What it said then.
         then: &'a str,
@@ -366,8 +366,8 @@ impl Session<'_> {
     /// Publishes the policy, unless the newest version is this step's already, and waits for the fleet.
     fn publish(&mut self) -> Result<Option<PublicationMetrics>> {
         if let Some(version) = self.published_already()? {
-            let recorded = self.updates.as_ref().ok_or(Error::Cancelled)?.recorded(version)?;
-            let label = self.label()?.ok_or(Error::Cancelled)?;
+            let recorded = self.updates()?.recorded(version)?;
+            let label = self.newest_label()?;
             self.come_to(&label)?;
             return Ok(Some(recorded));
         }
@@ -378,9 +378,10 @@ impl Session<'_> {
         let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
             Weights::Tensors(snapshot) => (self.publish_here(&*snapshot)?, Some(snapshot)),
             Weights::Published(version) => {
-                let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
-                updates.published(&self.learner.describe(), version, self.step)?;
-                if let Some(notify) = &self.options.notify {
+                let (learner, step, options) = (self.learner.describe(), self.step, self.options);
+                let updates = self.updates()?;
+                updates.published(&learner, version, step)?;
+                if let Some(notify) = &options.notify {
                     notify.tell(Version(version));
                 }
                 let recorded = updates.recorded(Version(version))?;
@@ -390,7 +391,7 @@ impl Session<'_> {
         };
         let mut metrics = self.converge(metrics, snapshot.as_deref())?;
         if let Some(snapshot) = snapshot.filter(|_| self.options.check_weight_update_equal) {
-            let label = self.label()?.ok_or(Error::Cancelled)?;
+            let label = self.newest_label()?;
             let check = update::check_equal(self.fleet()?, &label, &*snapshot, &self.options.save);
             metrics.engines_checked = self.block_on(check)?;
         }
@@ -420,7 +421,7 @@ impl Session<'_> {
         };
         let step =
             Step { trainer_step: self.step, checkpoint: Some(self.options.save.display().to_string()) };
-        self.updates.as_mut().ok_or(Error::Cancelled)?.publish(snapshot, step, mode)
+        self.updates()?.publish(snapshot, step, mode)
     }
 
     /// What held-out prompts say of the newest weights.
@@ -450,5 +451,10 @@ impl Session<'_> {
     /// The label of the newest version; none when nothing is published here.
     fn label(&self) -> Result<Option<Label>> {
         self.updates.as_ref().map_or(Ok(None), update::Updates::label)
+    }
+
+    /// The label of the newest version, once there is one.
+    fn newest_label(&self) -> Result<Label> {
+        self.label()?.ok_or(Error::Bug { what: "no version is published" })
     }
 }

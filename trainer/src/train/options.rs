@@ -106,7 +106,7 @@ pub struct TrainOptions {
 /// Stands for the number of steps done in [`TrainOptions::save_hf`].
 const ROLLOUT_ID: &str = "{rollout_id}";
 /// The setting that a run cannot change.
-pub(super) const GROUP_SIZE: &str = "--n-samples-per-prompt";
+pub(super) const GROUP_SIZE: &str = "n_samples_per_prompt";
 
 /// Whether the name stands for a series of directories.
 pub(super) fn is_series(dir: &Path) -> bool {
@@ -179,26 +179,23 @@ impl TrainOptions {
         Some(dir.replace(ROLLOUT_ID, &step.to_string()).into())
     }
 
-    /// What samples and steps depend on, by flag.
+    /// What samples and steps depend on, by name.
     pub(super) fn settings(&self) -> BTreeMap<String, String> {
         let sampling = &self.sampling;
         let mut settings: BTreeMap<String, String> = [
-            ("--rollout-batch-size", self.rollout_batch_size.to_string()),
+            ("rollout_batch_size", self.rollout_batch_size.to_string()),
             (GROUP_SIZE, self.n_samples_per_prompt.to_string()),
-            ("--rollout-temperature", sampling.temperature.to_string()),
-            ("--rollout-top-p", sampling.top_p.to_string()),
-            ("--rollout-top-k", sampling.top_k.to_string()),
-            ("--rollout-max-response-len", sampling.max_new_tokens.to_string()),
-            ("--rollout-stop", format!("{:?}", sampling.stop)),
-            ("--rollout-stop-token-ids", format!("{:?}", sampling.stop_token_ids)),
-            ("--update-weights-interval", self.update_weights_interval.to_string()),
+            ("rollout_temperature", sampling.temperature.to_string()),
+            ("rollout_top_p", sampling.top_p.to_string()),
+            ("rollout_top_k", sampling.top_k.to_string()),
+            ("rollout_max_response_len", sampling.max_new_tokens.to_string()),
+            ("rollout_stop", format!("{:?}", sampling.stop)),
+            ("rollout_stop_token_ids", format!("{:?}", sampling.stop_token_ids)),
+            ("update_weights_interval", self.update_weights_interval.to_string()),
         ]
         .map(|(name, value)| (name.to_owned(), value))
         .into();
-        let flag = |(name, value): (String, serde_json::Value)| {
-            (format!("--{}", name.replace('_', "-")), value.to_string())
-        };
-        settings.extend(self.learn.by_name().into_iter().map(flag));
+        settings.extend(self.learn.by_name().into_iter().map(|(name, value)| (name, value.to_string())));
         settings
     }
 }

@@ -183,16 +183,18 @@ impl<'o> Session<'o> {
     /// Refuses the checkpoint of a run that this one cannot go on with.
     fn check(&self, progress: &Progress) -> Result<()> {
         let settings = self.options.settings();
-        let refused = |what, expected: &str, found: &str| {
-            let (expected, found) = (expected.to_owned(), found.to_owned());
-            Err(Error::Resume { path: self.options.save.clone(), what, expected, found })
+        let refused = |what: &str, expected: &str, found: &str| {
+            let (path, expected, found) = (self.options.save.clone(), expected.to_owned(), found.to_owned());
+            Err(Error::Resume { path, what: what.to_owned(), expected, found })
         };
         if progress.seed != self.options.seed {
             // Its rollouts were drawn with the other seed: going on would mix two runs.
-            return refused("--seed", &self.options.seed.to_string(), &progress.seed.to_string());
+            return refused("seed", &self.options.seed.to_string(), &progress.seed.to_string());
         }
         for (name, now) in &settings {
-            match progress.settings.get(name) {
+            // Older checkpoints have them by flag.
+            let flag = || format!("--{}", name.replace('_', "-"));
+            match progress.settings.get(name).or_else(|| progress.settings.get(&flag())) {
                 // Numbers of samples follow from it: new ones would take those of old ones.
                 Some(then) if then != now && name == options::GROUP_SIZE => {
                     return refused(options::GROUP_SIZE, now, then);
@@ -277,7 +279,12 @@ impl<'o> Session<'o> {
     }
 
     pub(super) fn fleet(&self) -> Result<&Arc<Fleet>> {
-        self.fleet.as_ref().ok_or(Error::Cancelled)
+        self.fleet.as_ref().ok_or(Error::Bug { what: "no engines are attached" })
+    }
+
+    /// The versions, which every run has that is not for debugging.
+    pub(super) fn updates(&mut self) -> Result<&mut Updates> {
+        self.updates.as_mut().ok_or(Error::Bug { what: "a run for debugging publishes" })
     }
 
     /// The groups of a rollout, which has to be complete in the log.

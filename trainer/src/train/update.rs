@@ -143,7 +143,7 @@ impl Updates {
     pub(super) fn at_rest(&mut self, dir: &Path) -> Result<(Checkpoint, Manifest)> {
         let publisher = self.publisher()?;
         publisher.wait()?;
-        let version = publisher.version().ok_or(Error::Cancelled)?;
+        let version = publisher.version().ok_or(Error::Bug { what: "no version is published" })?;
         Ok((Checkpoint::open(dir)?, self.run.get(MODEL, version)?.manifest))
     }
 
@@ -179,7 +179,7 @@ impl Updates {
     }
 
     fn publisher(&mut self) -> Result<&mut Publisher> {
-        self.publisher.as_mut().ok_or(Error::Cancelled)
+        self.publisher.as_mut().ok_or(Error::Bug { what: "a loop publishes whose learner does" })
     }
 
     /// What the store still tells of the newest version: its sizes, not the times it took.
