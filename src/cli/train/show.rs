@@ -66,11 +66,11 @@ impl Show {
         }
         match event {
             Event::Begin { step, of } => {
+                self.progress(*step);
                 self.line(&match step {
                     0 => format!("begins: {of} steps"),
                     _ => format!("going on at step {step} of {of}"),
                 });
-                self.progress(*step);
             }
             Event::LogMissing { step } => self.line(&format!(
                 "the rollout log has none of the prompts that {step} steps were trained on; they are taken again"
