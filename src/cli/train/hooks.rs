@@ -12,7 +12,6 @@ use std::time::Duration;
 /// Flags with slime's names, `-command` for `-path`. Each takes a command, which speaks JSON lines, or the URL
 /// of a service.
 #[derive(clap::Args, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
 #[command(
     next_help_heading = "Hooks: each a command that speaks JSON lines, or http://host:port/path; see docs/hooks.md"
 )]

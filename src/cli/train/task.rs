@@ -31,7 +31,6 @@ fn names() -> PossibleValuesParser {
 }
 
 #[derive(clap::Args, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
 #[command(next_help_heading = "Task")]
 pub(crate) struct TaskArgs {
     /// Prompts to learn on: JSONL or Parquet. `FILE@[a:b]` takes rows a to b - 1, counted from 0. May be
@@ -134,7 +133,7 @@ impl Chosen {
 }
 
 impl TaskArgs {
-    /// What prompts and rewards depend on, by flag. Commands and URLs of hooks may hold secrets: it has digests of
+    /// What prompts and rewards depend on, by name. Commands and URLs of hooks may hold secrets: it has digests of
     /// them.
     pub(crate) fn settings(&self) -> BTreeMap<String, String> {
         let Ok(Value::Object(settings)) = serde_json::to_value(self) else { return BTreeMap::new() };
@@ -143,7 +142,7 @@ impl TaskArgs {
             Value::Null => "none".to_owned(),
             other => other.to_string(),
         };
-        settings.into_iter().map(|(name, value)| (format!("--{name}"), text(value))).collect()
+        settings.into_iter().map(|(name, value)| (name, text(value))).collect()
     }
 
     /// The problems that are made up, if they are asked for.

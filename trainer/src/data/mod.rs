@@ -32,7 +32,6 @@ const REFUSED_KEPT: usize = 20;
 
 /// Which prompts, and how rows become prompts. Field names follow slime's, and are flags.
 #[derive(Debug, Clone, Setters, clap::Args, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
 #[command(next_help_heading = "Data")]
 #[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
