@@ -156,7 +156,7 @@ fn start_removes_what_killed_followers_left_and_nothing_else() {
     fs::copy(&live, &left).unwrap();
     let mut other = Replica::open(fixture.dir.path().join("other")).unwrap();
     other.set_plugin_dir(fixture.plugins());
-    assert_eq!(fixture.files(), [live.clone()]);
+    assert_eq!(fixture.files(), std::slice::from_ref(&live));
     assert_eq!(fixture.assert_offer(0, 1), live);
     drop(replica);
     assert_eq!(fixture.files(), [] as [PathBuf; 0]);

@@ -13,7 +13,7 @@ use driftless_store::wait::Stop;
 use driftless_store::wrap::{Count, Counts};
 use driftless_store::{Memory, PutMode, Store};
 use driftless_testkit::http::exchange;
-use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
+use driftless_testkit::publications::{self, MODEL, RUN, Weights, publisher, step};
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Notify, PublisherOptions, Start};
 use driftless_transport::serve::{ServeOptions, serve};
@@ -170,7 +170,7 @@ fn a_follower_that_is_told_looks_at_once() {
 /// Options of a publisher that tells the followers at `urls`.
 fn telling(urls: &[String], token: Option<&str>, start: Start, dir: &Path) -> PublisherOptions {
     let followers = Followers::new(urls, token).unwrap();
-    PublisherOptions::new(RUN, start, dir).with_notify(Notify::new(move |_| followers.tell()))
+    publications::options(start, dir).with_notify(Notify::new(move |_| followers.tell()))
 }
 
 #[test]

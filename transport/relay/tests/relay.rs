@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{fs, thread};
 
+use driftless_http::Error as HttpError;
 use driftless_relay::{RelayOptions, Relays, RelaysOptions, Server, serve};
 use driftless_store::wrap::{Count, Fault, When};
 use driftless_store::{Disk, Error as StoreError, Key, Memory, OnBytes, Store, conformance};
@@ -438,7 +439,7 @@ fn bad_requests_are_told_what_is_wrong() {
     assert!(metrics.contains("driftless_relay_served_bytes_total 20\n"), "{metrics}");
     let open =
         serve(store, RelayOptions::new("0.0.0.0:0".parse().unwrap(), dir.path().join("open"))).unwrap_err();
-    assert!(matches!(open, driftless_relay::Error::Transport(Error::BadSetting { .. })), "{open:?}");
+    assert!(matches!(open, driftless_relay::Error::Http(HttpError::BadSetting { .. })), "{open:?}");
 }
 
 /// Tells the child where to work, and where to die: `<point>:<passes before>`.

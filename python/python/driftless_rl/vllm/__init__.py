@@ -8,6 +8,7 @@ into the weights. In every other case the server loads the checkpoint, as it doe
 import functools
 
 from .. import _namesake
+from .._inner import resolve
 
 
 @functools.cache
@@ -25,6 +26,8 @@ def _ask_for_tiles() -> None:
     vLLM's attention on the CPU uses them wherever the processor has them, and never asks. oneDNN asks when it first
     multiplies with them. Where the attention comes first, as it may after a reload, the worker ends by SIGILL.
     """
+    if resolve("vllm") is None:
+        return
     import torch
 
     supported = getattr(torch.cpu, "_is_amx_tile_supported", bool)
