@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::process::{self, Background};
-use crate::{libtorch, smollm2};
+use crate::{install, libtorch, smollm2};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -49,7 +49,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut fleet = Fleet::start(&demo)?;
     demo.learn(&mut fleet)?;
     drop(fleet);
-    std::fs::write(demo.finished(), "").map_err(|source| Error::io(demo.finished(), source))
+    std::fs::write(demo.finished(), "").map_err(Error::io(demo.finished()))
 }
 
 /// What learns.
@@ -62,37 +62,19 @@ enum Model {
 }
 
 /// The problems of the model of fresh weights: an answer has three digits and an end mark at most.
-const TINY_TASK: [&str; 4] = ["--task", "arithmetic", "--rollout-max-response-len", "4"];
+const TINY_TASK: &str = "--task arithmetic --rollout-max-response-len 4";
 /// What makes it learn in minutes on two cores.
-const TINY_RL: [&str; 10] = [
-    "--num-rollout",
-    "120",
-    "--rollout-batch-size",
-    "256",
-    "--n-samples-per-prompt",
-    "4",
-    "--lr",
-    "2e-4",
-    "--save-interval",
-    "1",
-];
+const TINY_RL: &str =
+    "--num-rollout 120 --rollout-batch-size 256 --n-samples-per-prompt 4 --lr 2e-4 --save-interval 1";
 /// SmolLM2's problems, and how much of an answer is read.
-const SMOLLM2_TASK: [&str; 7] = [
-    "--task",
-    "number_sorting",
-    "--task-difficulty",
-    "2",
-    "--apply-chat-template",
-    "--rollout-max-response-len",
-    "16",
-];
+const SMOLLM2_TASK: &str =
+    "--task number_sorting --task-difficulty 2 --apply-chat-template --rollout-max-response-len 16";
 /// Its cold start: too few worked problems to learn to sort, enough to learn that only numbers are asked for.
-const SMOLLM2_SFT: [&str; 6] = ["--num-rollout", "20", "--rollout-batch-size", "64", "--lr", "2e-5"];
-const SMOLLM2_RL: [&str; 8] =
-    ["--num-rollout", "80", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--lr", "1e-5"];
+const SMOLLM2_SFT: &str = "--num-rollout 20 --rollout-batch-size 64 --lr 2e-5";
+const SMOLLM2_RL: &str = "--num-rollout 80 --rollout-batch-size 64 --n-samples-per-prompt 8 --lr 1e-5";
 /// A few steps of each, for [`Options::smoke`].
-const SMOKE_SFT: [&str; 4] = ["--num-rollout", "2", "--rollout-batch-size", "8"];
-const SMOKE_RL: [&str; 4] = ["--num-rollout", "3", "--rollout-batch-size", "8"];
+const SMOKE_SFT: &str = "--num-rollout 2 --rollout-batch-size 8";
+const SMOKE_RL: &str = "--num-rollout 3 --rollout-batch-size 8";
 
 struct Demo {
     program: PathBuf,
@@ -124,11 +106,10 @@ impl Demo {
 
     /// Clears a finished run away; an interrupted one stays and is continued.
     fn begin(&self) -> Result<()> {
-        let over = self.smoke || self.finished().exists();
-        if over && self.dir.exists() {
-            std::fs::remove_dir_all(&self.dir).map_err(|source| Error::io(&self.dir, source))?;
+        if self.smoke || self.finished().exists() {
+            install::remove(&self.dir)?;
         }
-        std::fs::create_dir_all(&self.dir).map_err(|source| Error::io(&self.dir, source))?;
+        std::fs::create_dir_all(&self.dir).map_err(Error::io(&self.dir))?;
         println!("demo: seed {}, everything it writes is in {}", self.seed, self.dir.display());
         Ok(())
     }
@@ -142,7 +123,7 @@ impl Demo {
         let mut command = Command::new(&self.program);
         command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string()]);
         command.args(["--device", &self.device]);
-        command.args(if self.pretrained.is_some() { &SMOLLM2_TASK[..] } else { &TINY_TASK });
+        command.args(if self.pretrained.is_some() { SMOLLM2_TASK } else { TINY_TASK }.split(' '));
         if self.smoke && self.pretrained.is_some() {
             command.args(["--n-eval-prompts", "24"]);
         }
@@ -156,8 +137,8 @@ impl Demo {
         };
         println!("demo: the pretrained model, before it has learned anything");
         let port = process::free_port()?;
-        let mut engine = Supervised::start("engine-pretrained", &self.dir, || self.engine(model, port))?;
-        engine.wait_listening(port)?;
+        let mut engine = Supervised::start("engine-pretrained", &self.dir, self.engine(model, port))?;
+        engine.running.wait_listening(port, READY_DEADLINE)?;
         let mut command = self.train();
         command.args(["--debug-rollout-only", "--num-rollout", "1", "--rollout-batch-size", "1"]);
         command.args(["--n-samples-per-prompt", "1"]);
@@ -177,7 +158,7 @@ impl Demo {
         command.arg("--save-hf").arg(self.sft());
         if let Some(model) = &self.pretrained {
             command.args(["--loss-mask-type", "qwen"]).arg("--hf-checkpoint").arg(model);
-            command.args(if self.smoke { &SMOKE_SFT[..] } else { &SMOLLM2_SFT });
+            command.args(if self.smoke { SMOKE_SFT } else { SMOLLM2_SFT }.split(' '));
         } else if self.smoke {
             command.args(["--num-rollout", "20"]);
         }
@@ -199,14 +180,13 @@ impl Demo {
         command.arg("--save").arg(self.dir.join("rl"));
         command.arg("--rollout-external-engine-addrs");
         command.args(fleet.hosts.iter().map(|host| format!("127.0.0.1:{}", host.port)));
-        command.args(match (self.smoke, &self.pretrained) {
-            (true, _) => &SMOKE_RL[..],
-            (false, Some(_)) => &SMOLLM2_RL,
-            (false, None) => &TINY_RL,
-        });
-        let mut trainer = command
-            .spawn()
-            .map_err(|source| Error::Start { program: self.program.display().to_string(), source })?;
+        let settings = match (self.smoke, &self.pretrained) {
+            (true, _) => SMOKE_RL,
+            (false, Some(_)) => SMOLLM2_RL,
+            (false, None) => TINY_RL,
+        };
+        command.args(settings.split(' '));
+        let mut trainer = command.spawn().map_err(process::start(&command))?;
         let outcome = fleet.keep_alive(&mut trainer);
         if outcome.is_err() {
             // The fleet is lost; a trainer that waits for it is of no use. It may be gone already.
@@ -229,14 +209,12 @@ impl Demo {
 pub(crate) fn build(smoke: bool) -> Result<PathBuf> {
     // The development build is the one that the test lanes have made.
     if smoke {
-        return crate::test::command_for_tests(&crate::workspace());
+        return crate::test::command_for_tests();
     }
     let mut command = Command::new("cargo");
     command.args(["build", "-p", "driftless", "--release", "--features", "torch"]);
     process::run(command.current_dir(crate::workspace()))?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
-    let target = target.unwrap_or_else(|| crate::workspace().join("target"));
-    Ok(target.join("release/driftless"))
+    Ok(crate::target_dir().join("release/driftless"))
 }
 
 /// The rollout hosts: an engine and a follower each.
@@ -259,17 +237,13 @@ impl Fleet {
     /// Waits for the trainer's end; meanwhile starts again what dies.
     fn keep_alive(&mut self, trainer: &mut std::process::Child) -> Result<()> {
         loop {
-            match trainer.try_wait() {
-                Ok(Some(status)) if status.success() => return Ok(()),
-                Ok(Some(status)) => {
-                    return Err(Error::Failed {
-                        command: "driftless train".to_owned(),
-                        status: format!("{status}; the same command continues the run"),
-                        log: None,
-                    });
+            match trainer.try_wait().map_err(Error::io("driftless train"))? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => {
+                    let status = format!("{status}; the same command continues the run");
+                    return Err(Error::Failed { command: "driftless train".to_owned(), status, log: None });
                 }
-                Ok(None) => {}
-                Err(source) => return Err(Error::io("driftless train", source)),
+                None => {}
             }
             for host in &mut self.hosts {
                 host.engine.revive()?;
@@ -284,22 +258,14 @@ impl Host {
     fn start(demo: &Demo, index: usize) -> Result<Self> {
         let port = process::free_port()?;
         let dir = demo.dir.join(format!("host-{index}"));
-        let mut engine =
-            Supervised::start(&format!("engine-{index}"), &dir, || demo.engine(&demo.sft(), port))?;
-        engine.wait_listening(port)?;
-        let follower = Supervised::start(&format!("follower-{index}"), &dir, || {
-            let mut command = Command::new(&demo.program);
-            command
-                .args(["follow", "--die-with-parent"])
-                .arg("--store")
-                .arg(demo.store())
-                .args(["--run", "demo"]);
-            command.arg("--checkpoint-dir").arg(dir.join("checkpoint"));
-            command.arg("--hf-checkpoint").arg(demo.sft());
-            command.args(["--engine", &format!("http://127.0.0.1:{port}")]);
-            command.args(["--id", &format!("host-{index}"), "--poll-ms", "50"]);
-            command
-        })?;
+        let mut engine = Supervised::start(&format!("engine-{index}"), &dir, demo.engine(&demo.sft(), port))?;
+        engine.running.wait_listening(port, READY_DEADLINE)?;
+        let mut follow = Command::new(&demo.program);
+        follow.args(["follow", "--die-with-parent", "--run", "demo"]).arg("--store").arg(demo.store());
+        follow.arg("--checkpoint-dir").arg(dir.join("checkpoint")).arg("--hf-checkpoint").arg(demo.sft());
+        follow.args(["--engine", &format!("http://127.0.0.1:{port}")]);
+        follow.args(["--id", &format!("host-{index}"), "--poll-ms", "50"]);
+        let follower = Supervised::start(&format!("follower-{index}"), &dir, follow)?;
         Ok(Host { port, engine, follower })
     }
 }
@@ -308,36 +274,27 @@ impl Host {
 struct Supervised {
     running: Background,
     command: Command,
-    log: PathBuf,
     restarts: usize,
 }
 
 impl Supervised {
-    fn start(name: &str, dir: &Path, command: impl FnOnce() -> Command) -> Result<Self> {
-        let mut command = command();
-        let log = dir.join(format!("{name}.log"));
-        Ok(Supervised { running: Background::start(name, &mut command, &log)?, command, log, restarts: 0 })
-    }
-
-    fn wait_listening(&mut self, port: u16) -> Result<()> {
-        process::wait_listening(&mut self.running, port, READY_DEADLINE, &self.log)
+    fn start(name: &str, dir: &Path, mut command: Command) -> Result<Self> {
+        let running = Background::start(name, &mut command, &dir.join(format!("{name}.log")))?;
+        Ok(Supervised { running, command, restarts: 0 })
     }
 
     fn revive(&mut self) -> Result<()> {
         let Some(status) = self.running.ended() else {
             return Ok(());
         };
-        let name = self.running.name.clone();
+        let (name, log) = (self.running.name.clone(), self.running.log.clone());
         if self.restarts == RESTARTS_MAX {
-            return Err(Error::Failed {
-                command: name,
-                status: format!("{status}, for the {RESTARTS_MAX}th time"),
-                log: Some(self.log.clone()),
-            });
+            let status = format!("{status}, for the {RESTARTS_MAX}th time");
+            return Err(Error::Failed { command: name, status, log: Some(log) });
         }
         println!("demo: {name} ended with {status}, starting it again");
         self.restarts += 1;
-        self.running = Background::start(&name, &mut self.command, &self.log)?;
+        self.running = Background::start(&name, &mut self.command, &log)?;
         Ok(())
     }
 }

@@ -4,6 +4,7 @@ mod demo;
 mod error;
 mod floors;
 mod foreign;
+mod install;
 mod libtorch;
 mod need;
 mod pages;
@@ -101,6 +102,11 @@ fn workspace() -> PathBuf {
     manifest.parent().map(PathBuf::from).unwrap_or(manifest)
 }
 
+/// Where cargo builds.
+fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
+}
+
 /// Where downloads live, made if absent.
 fn cache_dir() -> error::Result<PathBuf> {
     let dir = if let Some(dir) = std::env::var_os("DRIFTLESS_CACHE") {
@@ -112,6 +118,6 @@ fn cache_dir() -> error::Result<PathBuf> {
     } else {
         return Err(error::Error::NoCache);
     };
-    std::fs::create_dir_all(&dir).map_err(|source| error::Error::io(&dir, source))?;
+    std::fs::create_dir_all(&dir).map_err(error::Error::io(&dir))?;
     Ok(dir)
 }

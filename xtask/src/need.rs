@@ -5,8 +5,9 @@ use crate::{cache_dir, foreign, libtorch, process, python, rewards, sglang, smol
 use std::path::Path;
 use std::process::Command;
 
-/// What a lane needs beyond the Rust toolchain.
-#[derive(Clone, Copy, PartialEq)]
+/// What a lane needs beyond the Rust toolchain, in an order in which it can be installed: `Python` takes the
+/// interpreter of `Sglang`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Need {
     Libtorch,
     Sglang,
@@ -25,23 +26,6 @@ pub(crate) enum Need {
 }
 
 impl Need {
-    /// All, in an order in which they can be installed: `Python` takes the interpreter of `Sglang`.
-    pub(crate) const ALL: [Need; 13] = [
-        Need::Libtorch,
-        Need::Sglang,
-        Need::Smollm2,
-        Need::Python,
-        Need::Rewards,
-        Need::CargoFuzz,
-        Need::Stores,
-        Need::Ucx,
-        Need::Miri,
-        Need::Arm,
-        Need::Macos,
-        Need::Gpu,
-        Need::Avx2,
-    ];
-
     /// What is missing and how to get it, or `None`.
     pub(crate) fn missing(self) -> Option<String> {
         let unless = |found: bool, how: &str| (!found).then(|| how.to_owned());
@@ -80,21 +64,24 @@ impl Need {
 
     /// Installs what is missing. A GPU or a processor cannot be.
     pub(crate) fn install(self) -> Result<()> {
+        if self.missing().is_none() {
+            return Ok(());
+        }
         match self {
             Need::Libtorch => libtorch::install().map(drop),
-            Need::Sglang => Ok(sglang::install(&cache_dir()?).map(drop)?),
+            Need::Sglang => sglang::install(&cache_dir()?).map(drop),
             Need::Smollm2 => smollm2::install(&cache_dir()?).map(drop),
             Need::Python => python::install(&cache_dir()?),
             Need::Rewards => rewards::install(&cache_dir()?),
             Need::Stores => stores::install(&cache_dir()?),
             Need::Ucx => ucx::install(&cache_dir()?),
-            Need::CargoFuzz if self.missing().is_some() => {
+            Need::CargoFuzz => {
                 process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))
             }
-            Need::Miri if self.missing().is_some() => foreign::install_miri(),
-            Need::Arm if self.missing().is_some() => foreign::install_arm(),
-            Need::Macos if self.missing().is_some() => foreign::install_macos(),
-            Need::CargoFuzz | Need::Miri | Need::Arm | Need::Macos | Need::Gpu | Need::Avx2 => Ok(()),
+            Need::Miri => foreign::install_miri(),
+            Need::Arm => foreign::install_arm(),
+            Need::Macos => foreign::install_macos(),
+            Need::Gpu | Need::Avx2 => Ok(()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What the pages say that can be compared with the tree: paths, links, and flags.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_none};
 use crate::process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -67,40 +67,26 @@ pub(crate) fn check(root: &Path) -> Result<()> {
     }
     let mut wrong = Vec::new();
     for (path, text) in &pages {
-        for (number, line) in text.lines().enumerate() {
-            let say = |what: String| format!("{path}:{}: {what}", number + 1);
-            wrong
-                .extend(tree.lost_paths(path, line).into_iter().map(|lost| say(format!("no file `{lost}`"))));
-            wrong.extend(
-                lost_links(path, line, &tree, &pages).into_iter().map(|lost| say(format!("no {lost}"))),
-            );
-            wrong.extend(tree.lost_flags(line).into_iter().map(|lost| say(format!("no flag `{lost}`"))));
+        for (number, line) in (1..).zip(text.lines()) {
+            let files = tree.lost_paths(path, line).into_iter().map(|lost| format!("file `{lost}`"));
+            let flags = tree.lost_flags(line).into_iter().map(|lost| format!("flag `{lost}`"));
+            let lost = files.chain(lost_links(path, line, &tree, &pages)).chain(flags);
+            wrong.extend(lost.map(|what| format!("{path}:{number}: no {what}")));
         }
     }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(Error::Check {
-        what: "pages".to_owned(),
-        expected: "paths, links and flags that are there".to_owned(),
-        found: wrong.join("\n  "),
-    })
+    expect_none(&wrong, "pages", "paths, links and flags that are there")
 }
 
 fn read(root: &Path, path: &str) -> Result<String> {
     let path = root.join(path);
-    std::fs::read_to_string(&path).map_err(|error| Error::io(&path, error))
+    std::fs::read_to_string(&path).map_err(Error::io(&path))
 }
 
 impl Tree {
     fn read(root: &Path) -> Result<Tree> {
         let mut git = Command::new("git");
-        let listed = process::output(git.current_dir(root).args([
-            "ls-files",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-        ]))?;
+        git.current_dir(root).args(["ls-files", "--cached", "--others", "--exclude-standard"]);
+        let listed = process::output(&mut git)?;
         let files: BTreeSet<_> =
             listed.lines().filter(|path| root.join(path).exists()).map(str::to_owned).collect();
         let mut flags: BTreeSet<_> = FOREIGN.concat().into_iter().map(str::to_owned).collect();

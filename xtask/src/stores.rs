@@ -6,10 +6,11 @@
 //! up before the gateway makes its pools.
 
 use crate::error::{Error, Result};
+use crate::install;
 use crate::process::{self, Background, found, run_logged};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 const MOTO: &str = "5.2.5";
@@ -52,42 +53,22 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     }
     if !moto(cache).is_file() {
         println!("stores: moto {MOTO}");
-        into_place(cache, "moto", MOTO, |partial| {
+        install::into_place(&home(cache, "moto", MOTO), |partial| {
             process::run(Command::new("python3").args(["-m", "venv"]).arg(partial))?;
             // Its scripts name the directory they were made in and do not survive the renaming; its
             // interpreter does.
-            let mut pip = Command::new(partial.join("bin/python"));
-            pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-            process::run(pip.arg(format!("moto[server]=={MOTO}")))
+            process::run(install::pip(partial.join("bin/python")).arg(format!("moto[server]=={MOTO}")))
         })?;
     }
     if !azurite(cache).is_file() {
         println!("stores: azurite {AZURITE}");
-        into_place(cache, "azurite", AZURITE, |partial| {
+        install::into_place(&home(cache, "azurite", AZURITE), |partial| {
             let mut npm = Command::new("npm");
             npm.args(["install", "--silent", "--no-audit", "--no-fund", "--prefix"]);
             process::run(npm.arg(partial).arg(format!("azurite@{AZURITE}")))
         })?;
     }
     Ok(())
-}
-
-/// Installs into a sibling and renames, so that an interrupted installation leaves nothing half.
-fn into_place(
-    cache: &Path,
-    name: &str,
-    version: &str,
-    install: impl FnOnce(&Path) -> Result<()>,
-) -> Result<()> {
-    let home = home(cache, name, version);
-    let partial = home.with_extension(format!("partial-{}", std::process::id()));
-    fs::create_dir_all(&partial).map_err(|source| Error::io(&partial, source))?;
-    install(&partial)?;
-    match fs::rename(&partial, &home) {
-        // Another clone was faster: its copy is as good.
-        Err(_) if home.is_dir() => fs::remove_dir_all(&partial).map_err(|source| Error::io(&partial, source)),
-        renamed => renamed.map_err(|source| Error::io(&home, source)),
-    }
 }
 
 fn home(cache: &Path, name: &str, version: &str) -> PathBuf {
@@ -114,10 +95,8 @@ pub(crate) struct Servers {
 impl Servers {
     /// Starts all three. What they write goes under `work`, which is emptied.
     pub(crate) fn start(cache: &Path, work: &Path) -> Result<Self> {
-        if work.exists() {
-            fs::remove_dir_all(work).map_err(|source| Error::io(work, source))?;
-        }
-        fs::create_dir_all(work).map_err(|source| Error::io(work, source))?;
+        install::remove(work)?;
+        fs::create_dir_all(work).map_err(Error::io(work))?;
         let begin = Instant::now();
         let mut running = Vec::new();
         let mut urls = Vec::new();
@@ -160,9 +139,8 @@ fn bucket(scheme: &str, endpoint: &str, work: &Path) -> Result<String> {
 }
 
 fn listening(name: &str, command: Command, port: u16, work: &Path) -> Result<Background> {
-    let log = work.join(format!("{name}.log"));
-    let mut server = start(name, command, &log)?;
-    process::wait_listening(&mut server, port, READY, &log)?;
+    let mut server = start(name, command, &work.join(format!("{name}.log")))?;
+    server.wait_listening(port, READY)?;
     Ok(server)
 }
 
@@ -185,15 +163,14 @@ impl Ceph {
     fn start(work: &Path) -> Result<(Vec<Background>, u16)> {
         let dir = work.join("ceph");
         for part in ["mon", "osd", "rgw"] {
-            fs::create_dir_all(dir.join(part)).map_err(|source| Error::io(&dir, source))?;
+            fs::create_dir_all(dir.join(part)).map_err(Error::io(&dir))?;
         }
-        let dir = fs::canonicalize(&dir).map_err(|source| Error::io(&dir, source))?;
+        let dir = fs::canonicalize(&dir).map_err(Error::io(&dir))?;
         let ceph = Ceph { dir, log: work.join("setup.log") };
         let (port, monitor_port) = (process::free_port()?, process::free_port()?);
         let id = uuid()?;
         let conf = ceph.dir.join("ceph.conf");
-        fs::write(&conf, ceph.configuration(&id, monitor_port, port))
-            .map_err(|source| Error::io(&conf, source))?;
+        fs::write(&conf, ceph.configuration(&id, monitor_port, port)).map_err(Error::io(&conf))?;
 
         ceph.make_keys(&id, monitor_port)?;
         let (monmap, keyring) = (ceph.file("monmap"), ceph.file("keyring"));
@@ -205,42 +182,17 @@ impl Ceph {
         let osd_id = uuid()?;
         ceph.run("ceph", &["osd", "new", &osd_id])?;
         let osd_keyring = ceph.file("osd/keyring");
-        ceph.run(
-            "ceph",
-            &[
-                "auth",
-                "get-or-create",
-                "osd.0",
-                "osd",
-                "allow *",
-                "mon",
-                "allow profile osd",
-                "-o",
-                &osd_keyring,
-            ],
-        )?;
+        let caps = ["osd", "allow *", "mon", "allow profile osd"];
+        ceph.run("ceph", &[&["auth", "get-or-create", "osd.0"], &caps[..], &["-o", &osd_keyring]].concat())?;
         ceph.run("ceph-osd", &["-i", "0", "--mkfs", "--osd-uuid", &osd_id])?;
         let osd = ceph.daemon("ceph-osd", &["-f", "-i", "0"], work)?;
         ceph.until("the object store daemon", &["osd", "stat"], "1 up")?;
 
         let mut gateway = ceph.daemon("radosgw", &["-f", "-n", "client.rgw"], work)?;
-        process::wait_listening(&mut gateway, port, READY, &work.join("radosgw.log"))?;
+        gateway.wait_listening(port, READY)?;
         let [(_, access), (_, secret), ..] = CREDENTIALS;
-        ceph.run(
-            "radosgw-admin",
-            &[
-                "user",
-                "create",
-                "--uid",
-                "lane",
-                "--display-name",
-                "lane",
-                "--access-key",
-                access,
-                "--secret-key",
-                secret,
-            ],
-        )?;
+        let user = ["user", "create", "--uid", "lane", "--display-name", "lane"];
+        ceph.run("radosgw-admin", &[&user[..], &["--access-key", access, "--secret-key", secret]].concat())?;
         Ok((vec![gateway, osd, monitor], port))
     }
 
@@ -267,14 +219,13 @@ impl Ceph {
         let begin = Instant::now();
         while begin.elapsed() < READY {
             let mut ask = self.command("ceph", &["--connect-timeout", "5"]);
-            let answer = ask.args(args).stderr(Stdio::null()).output();
-            let answer = answer.map_err(|source| Error::Start { program: "ceph".to_owned(), source })?;
-            if answer.status.success() && String::from_utf8_lossy(&answer.stdout).contains(expected) {
+            let answer = process::output_logged(ask.args(args), &self.log);
+            if answer.is_ok_and(|answer| answer.contains(expected)) {
                 return Ok(());
             }
             std::thread::sleep(Duration::from_millis(100));
         }
-        Err(Error::NotReady { what: what.to_owned(), seconds: READY.as_secs(), log: self.log.clone() })
+        Err(process::not_ready(what, "did not answer".to_owned(), READY, &self.log))
     }
 
     fn make_keys(&self, id: &str, monitor_port: u16) -> Result<()> {
@@ -284,22 +235,9 @@ impl Ceph {
         run_logged(map.args(["--create", "--fsid", id, "--addv", "a", &address, &monmap]), &self.log)?;
         let key = |args: &[&str]| run_logged(Command::new("ceph-authtool").args(args), &self.log);
         key(&["--create-keyring", &keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *"])?;
+        let caps = ["--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *"];
         for name in ["client.admin", "client.rgw"] {
-            key(&[
-                &keyring,
-                "--gen-key",
-                "-n",
-                name,
-                "--cap",
-                "mon",
-                "allow *",
-                "--cap",
-                "osd",
-                "allow *",
-                "--cap",
-                "mgr",
-                "allow *",
-            ])?;
+            key(&[&[&keyring, "--gen-key", "-n", name], &caps[..]].concat())?;
         }
         Ok(())
     }
@@ -348,5 +286,5 @@ rgw_run_sync_thread = false
 
 fn uuid() -> Result<String> {
     let path = "/proc/sys/kernel/random/uuid";
-    fs::read_to_string(path).map(|id| id.trim().to_owned()).map_err(|source| Error::io(path, source))
+    fs::read_to_string(path).map(|id| id.trim().to_owned()).map_err(Error::io(path))
 }

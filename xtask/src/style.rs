@@ -1,6 +1,6 @@
 //! What every Rust file keeps: short functions, parameters with names, short names of tests.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_none};
 use crate::process;
 use std::path::Path;
 use std::process::Command;
@@ -16,20 +16,14 @@ pub(crate) fn check(root: &Path) -> Result<()> {
         process::output(Command::new("git").current_dir(root).args(["ls-files", "--cached", "*.rs"]))?;
     let mut wrong = Vec::new();
     for path in tracked.lines().filter(|path| !path.ends_with("bindings.rs") && root.join(path).exists()) {
-        let text = std::fs::read_to_string(root.join(path)).map_err(|error| Error::io(path, error))?;
+        let text = std::fs::read_to_string(root.join(path)).map_err(Error::io(path))?;
         wrong.extend(check_file(path, &text));
     }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(Error::Check {
-        what: "style".to_owned(),
-        expected: format!(
-            "functions of at most {FUNCTION_LINES_MAX} lines, parameters with names, names of tests of at most \
-             {TEST_NAME_MAX} letters"
-        ),
-        found: wrong.join("\n  "),
-    })
+    let expected = format!(
+        "functions of at most {FUNCTION_LINES_MAX} lines, parameters with names, names of tests of at most \
+         {TEST_NAME_MAX} letters"
+    );
+    expect_none(&wrong, "style", &expected)
 }
 
 fn check_file(path: &str, text: &str) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! Traces: consecutive optimiser steps of a real training, for measuring the codec on.
 
 use crate::error::{Error, Result};
-use crate::{demo, libtorch, process};
+use crate::{demo, install, libtorch, process};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -48,7 +48,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Some(dir) => dir.clone(),
         None => crate::cache_dir()?.join("trace").join(format!("seed-{}", options.seed)),
     };
-    std::fs::create_dir_all(&dir).map_err(|source| Error::io(&dir, source))?;
+    std::fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
     let program = match &options.program {
         Some(program) => program.clone(),
         None => {
@@ -103,7 +103,7 @@ impl Training<'_> {
             self.train(first + PAIRS, lr, Some(&self.plateau()), &dir.join("state"), &series)?;
             let settling = (FAST_STEPS + SLOW_STEPS + 1..first).map(|step| dir.join(format!("step-{step}")));
             for path in settling.chain([dir.join("state")]) {
-                std::fs::remove_dir_all(&path).map_err(|source| Error::io(&path, source))?;
+                std::fs::remove_dir_all(&path).map_err(Error::io(&path))?;
             }
             Ok(())
         })
@@ -120,11 +120,9 @@ impl Training<'_> {
         }
         println!("trace: {}", path.display());
         let partial = path.with_extension("partial");
-        if partial.exists() {
-            std::fs::remove_dir_all(&partial).map_err(|source| Error::io(&partial, source))?;
-        }
+        install::remove(&partial)?;
         make(&partial)?;
-        std::fs::rename(&partial, path).map_err(|source| Error::io(path, source))
+        std::fs::rename(&partial, path).map_err(Error::io(path))
     }
 
     /// Trains to step `steps` and returns the losses of the steps it did.
@@ -137,9 +135,7 @@ impl Training<'_> {
         if let Some(load) = load {
             command.arg("--load").arg(load);
         }
-        let output = process::output(&mut command)?;
-        let summary: serde_json::Value = serde_json::from_str(&output)
-            .map_err(|source| Error::io(&self.program, std::io::Error::other(source)))?;
+        let summary = process::json(&mut command)?;
         let losses = summary["losses"].as_array().into_iter().flatten();
         Ok(losses.filter_map(serde_json::Value::as_f64).collect())
     }
@@ -151,14 +147,9 @@ fn corpus(path: &Path) -> Result<PathBuf> {
     if path.exists() {
         return Ok(path.to_owned());
     }
-    let metadata = process::output(Command::new("cargo").current_dir(crate::workspace()).args([
-        "metadata",
-        "--format-version",
-        "1",
-        "--locked",
-    ]))?;
-    let metadata: serde_json::Value =
-        serde_json::from_str(&metadata).map_err(|source| Error::io(path, std::io::Error::other(source)))?;
+    let mut cargo = Command::new("cargo");
+    cargo.current_dir(crate::workspace()).args(["metadata", "--format-version", "1", "--locked"]);
+    let metadata = process::json(&mut cargo)?;
     let packages = metadata["packages"].as_array().into_iter().flatten();
     let registry = packages.filter(|package| !package["source"].is_null());
     let mut manifests: Vec<&str> = registry.filter_map(|package| package["manifest_path"].as_str()).collect();
@@ -171,7 +162,7 @@ fn corpus(path: &Path) -> Result<PathBuf> {
         }
     }
     text.truncate(CORPUS_BYTES);
-    std::fs::write(path, &text).map_err(|source| Error::io(path, source))?;
+    std::fs::write(path, &text).map_err(Error::io(path))?;
     Ok(path.to_owned())
 }
 
@@ -186,7 +177,7 @@ fn append_sources(dir: &Path, text: &mut Vec<u8>) -> Result<()> {
         if path.is_dir() {
             append_sources(&path, text)?;
         } else if path.extension().is_some_and(|extension| extension == "rs") {
-            let source = std::fs::read(&path).map_err(|source| Error::io(&path, source))?;
+            let source = std::fs::read(&path).map_err(Error::io(&path))?;
             if source.len() <= SOURCE_BYTES_MAX {
                 text.extend(source);
             }

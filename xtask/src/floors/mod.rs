@@ -4,7 +4,7 @@
 mod source;
 mod tables;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, expect_none};
 use crate::process;
 use serde_json::Value;
 use source::{code_lines, exports, room_arrows, root_names, sources};
@@ -29,14 +29,8 @@ pub(crate) fn check(root: &Path) -> Result<()> {
             wrong.extend(check_house(house, &member.dir.join("src"))?);
         }
     }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(Error::Check {
-        what: "floors (the tables are in xtask/src/floors/tables.rs)".to_owned(),
-        expected: "arrows that point down".to_owned(),
-        found: wrong.join("\n  "),
-    })
+    let what = "floors (the tables are in xtask/src/floors/tables.rs)";
+    expect_none(&wrong, what, "arrows that point down")
 }
 
 /// What is wrong inside one crate, whose sources are in `src`.
@@ -60,12 +54,7 @@ fn check_house(house: &House, src: &Path) -> Result<Vec<String>> {
 fn members(root: &Path) -> Result<Vec<Member>> {
     let mut command = Command::new("cargo");
     command.current_dir(root).args(["metadata", "--no-deps", "--format-version", "1"]);
-    let text = process::output(&mut command)?;
-    let metadata: Value = serde_json::from_str(&text).map_err(|error| Error::Check {
-        what: "cargo metadata".to_owned(),
-        expected: "JSON".to_owned(),
-        found: error.to_string(),
-    })?;
+    let metadata = process::json(&mut command)?;
     Ok(metadata["packages"].as_array().map_or(&[][..], Vec::as_slice).iter().map(member).collect())
 }
 

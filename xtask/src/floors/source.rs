@@ -9,8 +9,8 @@ pub(super) fn sources(src: &Path) -> Result<BTreeMap<PathBuf, String>> {
     let mut found = BTreeMap::new();
     let mut folders = vec![src.to_owned()];
     while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(&folder).map_err(|error| Error::io(&folder, error))? {
-            let path = entry.map_err(|error| Error::io(&folder, error))?.path();
+        for entry in std::fs::read_dir(&folder).map_err(Error::io(&folder))? {
+            let path = entry.map_err(Error::io(&folder))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if name == "tests" || name == "tests.rs" {
                 continue;
@@ -18,7 +18,7 @@ pub(super) fn sources(src: &Path) -> Result<BTreeMap<PathBuf, String>> {
             if path.is_dir() {
                 folders.push(path);
             } else if name.ends_with(".rs") {
-                let text = std::fs::read_to_string(&path).map_err(|error| Error::io(&path, error))?;
+                let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
                 found.insert(path.strip_prefix(src).unwrap_or(&path).to_owned(), text);
             }
         }

@@ -10,6 +10,7 @@ use crate::need::Need;
 use crate::process;
 use lanes::LANES;
 use programs::Programs;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -91,11 +92,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
     if let Some(name) = names.iter().find(|n| LANES.iter().all(|l| l.name != n.as_str())) {
         let known: Vec<_> = LANES.iter().map(|l| l.name).collect();
-        return Err(Error::Check {
-            what: "lane".to_owned(),
-            expected: known.join(", "),
-            found: name.clone(),
-        });
+        return Err(Error::check("lane", known.join(", "), name));
     }
     let wanted = |lane: &&Lane| match names {
         [] => !lanes::BY_NAME.contains(&lane.name),
@@ -129,8 +126,8 @@ fn build(context: &Context, names: Option<&[&str]>) -> Result<()> {
 }
 
 fn install(lanes: &[&Lane]) -> Result<()> {
-    let needed = |need: &&Need| lanes.iter().any(|lane| lane.needs.contains(need));
-    Need::ALL.iter().filter(needed).try_for_each(|need| need.install())
+    let needed: BTreeSet<Need> = lanes.iter().flat_map(|lane| lane.needs.iter().copied()).collect();
+    needed.into_iter().try_for_each(Need::install)
 }
 
 fn run_lane(lane: &Lane, context: &Context, run: impl Fn(&Context) -> Result<()>) -> Outcome {
@@ -210,11 +207,8 @@ impl Context<'_> {
     }
 
     fn programs(&self) -> Result<&Programs> {
-        self.built.get().ok_or_else(|| Error::Check {
-            what: "test programs".to_owned(),
-            expected: "a build".to_owned(),
-            found: "none, see target/lanes/build.log".to_owned(),
-        })
+        let missing = || Error::check("test programs", "a build", "none, see target/lanes/build.log");
+        self.built.get().ok_or_else(missing)
     }
 
     /// A test program of the build.

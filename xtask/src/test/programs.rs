@@ -65,11 +65,7 @@ impl Programs {
 
     /// A command that runs the program of this name.
     pub(super) fn command(&self, name: &str) -> Result<Command> {
-        let missing = || Error::Check {
-            what: "test programs".to_owned(),
-            expected: name.to_owned(),
-            found: self.names().collect::<Vec<_>>().join(", "),
-        };
+        let missing = || Error::check("test programs", name, self.names().collect::<Vec<_>>().join(", "));
         let program = self.0.iter().find(|program| program.name == name).ok_or_else(missing)?;
         let mut command = Command::new(&program.executable);
         command.current_dir(&program.dir);
@@ -109,11 +105,10 @@ fn package_name(id: &str) -> Option<&str> {
 }
 
 /// Builds the command for tests, unless it is there, and says where it is.
-pub(crate) fn command_for_tests(root: &Path) -> Result<PathBuf> {
+pub(crate) fn command_for_tests() -> Result<PathBuf> {
     let mut build = cargo_test();
-    process::run(build.args(["--no-run", "--test", "crash"]).current_dir(root))?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
-    Ok(target.unwrap_or_else(|| root.join("target")).join("debug/driftless"))
+    process::run(build.args(["--no-run", "--test", "crash"]).current_dir(crate::workspace()))?;
+    Ok(crate::target_dir().join("debug/driftless"))
 }
 
 #[cfg(test)]

@@ -1,0 +1,63 @@
+//! What installations in the cache have in common.
+
+use crate::error::{Error, Result};
+use crate::process;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// `pip install` by the interpreter `python`.
+pub(crate) fn pip(python: impl AsRef<OsStr>) -> Command {
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    // It warns of installing as root into the system; this goes into a directory of ours.
+    pip.env("PIP_ROOT_USER_ACTION", "ignore");
+    pip
+}
+
+/// Unpacks wheels from PyPI into the directory `home`.
+pub(crate) fn wheels(home: &Path, wheels: &[&str]) -> Result<()> {
+    into_place(home, |partial| {
+        process::run(pip("python3").args(["--no-deps", "--target"]).arg(partial).args(wheels))
+    })
+}
+
+/// Has `fill` fill a sibling of the directory `home` and renames it, so that an interrupted installation leaves
+/// nothing half.
+pub(crate) fn into_place(home: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let partial = home.with_extension(format!("partial-{}", std::process::id()));
+    fs::create_dir_all(&partial).map_err(Error::io(&partial))?;
+    fill(&partial)?;
+    match fs::rename(&partial, home) {
+        // Another clone was faster: its copy is as good.
+        Err(_) if home.is_dir() => fs::remove_dir_all(&partial).map_err(Error::io(&partial)),
+        renamed => renamed.map_err(Error::io(home)),
+    }
+}
+
+/// What `present` finds, or `make` makes. Clones that do so at the same time wait for each other; an interrupted one
+/// is gone on with by the next.
+pub(crate) fn once(
+    lock: &Path,
+    present: impl Fn() -> Option<PathBuf>,
+    make: impl FnOnce() -> Result<PathBuf>,
+) -> Result<PathBuf> {
+    if let Some(home) = present() {
+        return Ok(home);
+    }
+    let file = File::create(lock).map_err(Error::io(lock))?;
+    if file.try_lock().is_err() {
+        println!("waiting for another clone that makes it ({})", lock.display());
+        file.lock().map_err(Error::io(lock))?;
+    }
+    present().map_or_else(make, Ok)
+}
+
+/// Removes a directory, if there is one.
+pub(crate) fn remove(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(source) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        removed => removed.map_err(Error::io(dir)),
+    }
+}
