@@ -1,7 +1,7 @@
 //! `Codec`: deltas of single tensors, from buffer to buffer.
 
-use crate::error::{self, codec};
-use crate::publisher::profile_named;
+use crate::error::{self, codec, named};
+use crate::publisher::PROFILES;
 use crate::tensor::Borrowed;
 use driftless::delta::{self, DigestTable, Element, Patch, Profile};
 use pyo3::prelude::*;
@@ -18,7 +18,7 @@ impl Codec {
     #[new]
     #[pyo3(signature = (profile = "wire"))]
     fn new(profile: &str) -> PyResult<Self> {
-        Ok(Self { profile: profile_named(profile)? })
+        Ok(Self { profile: named("profile", &PROFILES, profile)? })
     }
 
     fn encode<'py>(

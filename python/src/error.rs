@@ -9,6 +9,7 @@ use pyo3::exceptions::{PyException, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::error::Error as StdError;
+use std::time::Duration;
 
 /// What an exception carries beside its text.
 #[derive(Default)]
@@ -54,6 +55,25 @@ pub(crate) fn tensor(name: &str, what: &str, expected: &str, found: &str) -> PyE
 pub(crate) fn usage(name: &str, expected: &str, found: &str) -> PyErr {
     let text = format!("{name}: expected {expected}, found {found}");
     raise("UsageError", &text, &Fields { kind: "Usage", code: 2, ..Fields::default() })
+}
+
+/// The value that an argument names.
+pub(crate) fn named<T: Copy>(argument: &str, known: &[(&str, T)], name: &str) -> PyResult<T> {
+    let found = known.iter().find(|(known, _)| *known == name);
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let names = known.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        let expected = match names.rsplit_once(", ") {
+            Some((others, last)) => format!("{others} or {last}"),
+            None => names,
+        };
+        usage(argument, &expected, name)
+    })
+}
+
+/// A time that an argument has in seconds.
+pub(crate) fn seconds(argument: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| usage(argument, "seconds, 0 or more", &seconds.to_string()))
 }
 
 pub(crate) fn transport(error: Transport) -> PyErr {

@@ -10,7 +10,6 @@ use pyo3::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
 
@@ -166,8 +165,7 @@ impl Fleet {
         deadline: f64,
     ) -> PyResult<Self> {
         let keys = Keys::new(keys.0.as_deref(), keys.1.as_deref()).map_err(error::bridge)?;
-        let deadline = Duration::try_from_secs_f64(deadline)
-            .map_err(|_| error::usage("deadline", "seconds, 0 or more", &deadline.to_string()))?;
+        let deadline = error::seconds("deadline", deadline)?;
         let options = FleetOptions::default().with_concurrency(concurrency).with_deadline(deadline);
         let attach = || {
             let runtime =

@@ -1,7 +1,7 @@
 //! `RolloutLog`: records in and out of the log, read where they lie.
 #![allow(unsafe_code, reason = "lends the log's map through the buffer protocol")]
 
-use crate::error::{self, buffer};
+use crate::error::{self, buffer, named};
 use crate::work::{self, Held};
 use driftless::buffer::query::Order;
 use driftless::buffer::sample::ColumnId;
@@ -10,7 +10,7 @@ use driftless::buffer::{
     Result as LogResult, Sample as Given, Scalars, VersionSpan,
 };
 use driftless::store::wait::Stop;
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use std::ffi::c_int;
@@ -27,7 +27,7 @@ pub(crate) struct RolloutLog {
     held: Held<Log>,
 }
 
-/// A record to append.
+/// A record to append, in memory of ours, which needs no interpreter.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Row {
@@ -37,55 +37,39 @@ struct Row {
     reward: f32,
     finish: String,
     prompt_len: usize,
-    tokens: PyBuffer<i32>,
-    log_probs: PyBuffer<f32>,
-    loss_mask: PyBuffer<u8>,
-    spans: Vec<(u64, u32, u32)>,
-    engine: String,
-    metadata: Vec<u8>,
-}
-
-/// The same in memory of ours, which needs no interpreter.
-struct Owned {
-    scalars: Scalars,
-    prompt_len: usize,
+    #[pyo3(from_py_with = numbers)]
     tokens: Vec<i32>,
+    #[pyo3(from_py_with = numbers)]
     log_probs: Vec<f32>,
+    #[pyo3(from_py_with = numbers)]
     loss_mask: Vec<u8>,
+    #[pyo3(from_py_with = spans)]
     spans: Vec<VersionSpan>,
     engine: String,
     metadata: Vec<u8>,
 }
 
-impl Owned {
-    fn new(py: Python<'_>, row: Row) -> PyResult<Self> {
-        let scalars = Scalars {
-            sample_id: row.sample_id,
-            group_id: row.group_id,
-            rollout_id: row.rollout_id,
-            reward: row.reward,
-            status: finish_named(&row.finish)?.code(),
-            ..Scalars::default()
-        };
-        let span = |(version, start, end)| VersionSpan { version, start, end };
-        let finite = |value: &f32| value.is_finite();
-        all("reward", "a finite number", [row.reward], finite)?;
-        Ok(Self {
-            scalars,
-            prompt_len: row.prompt_len,
-            tokens: all("tokens", "ids from 0 on", row.tokens.to_vec(py)?, |id: &i32| *id >= 0)?,
-            log_probs: all("log_probs", "finite numbers", row.log_probs.to_vec(py)?, finite)?,
-            loss_mask: all("loss_mask", "0 or 1", row.loss_mask.to_vec(py)?, |mask: &u8| *mask <= 1)?,
-            spans: row.spans.into_iter().map(span).collect(),
-            engine: row.engine,
-            metadata: row.metadata,
-        })
-    }
+fn numbers<T: Element>(array: &Bound<'_, PyAny>) -> PyResult<Vec<T>> {
+    PyBuffer::get(array)?.to_vec(array.py())
+}
 
-    fn sample(&self) -> Given<'_> {
-        Given {
+fn spans(list: &Bound<'_, PyAny>) -> PyResult<Vec<VersionSpan>> {
+    let span = |(version, start, end)| VersionSpan { version, start, end };
+    Ok(list.extract::<Vec<_>>()?.into_iter().map(span).collect())
+}
+
+impl Row {
+    fn sample(&self) -> PyResult<Given<'_>> {
+        let status = named("finish", &FINISHES, &self.finish)?.code();
+        let finite = |value: &f32| value.is_finite();
+        all("reward", "a finite number", &[self.reward], finite)?;
+        all("tokens", "ids from 0 on", &self.tokens, |id| *id >= 0)?;
+        all("log_probs", "finite numbers", &self.log_probs, finite)?;
+        all("loss_mask", "0 or 1", &self.loss_mask, |mask| *mask <= 1)?;
+        let Self { sample_id, group_id, rollout_id, reward, .. } = *self;
+        Ok(Given {
             kind: Kind::Sample,
-            scalars: self.scalars,
+            scalars: Scalars { sample_id, group_id, rollout_id, reward, status, ..Scalars::default() },
             prompt_len: self.prompt_len,
             tokens: &self.tokens,
             log_probs: &self.log_probs,
@@ -94,7 +78,7 @@ impl Owned {
             engine: &self.engine,
             metadata: &self.metadata,
             extra: &[],
-        }
+        })
     }
 }
 
@@ -116,9 +100,8 @@ impl RolloutLog {
     /// Appends records and makes them durable together; returns their positions.
     fn append(&self, py: Python<'_>, rows: Vec<Row>) -> PyResult<Vec<u64>> {
         let log = self.held.get()?;
-        let rows = rows.into_iter().map(|row| Owned::new(py, row)).collect::<PyResult<Vec<_>>>()?;
-        let append = || log.append_all(&rows.iter().map(Owned::sample).collect::<Vec<_>>());
-        let acks = py.detach(append).map_err(buffer)?;
+        let samples = rows.iter().map(Row::sample).collect::<PyResult<Vec<_>>>()?;
+        let acks = py.detach(|| log.append_all(&samples)).map_err(buffer)?;
         Ok(acks.iter().map(|ack| ack.position().0).collect())
     }
 
@@ -178,8 +161,7 @@ impl LogReader {
     /// Waits until something can be read at or after `position`, `seconds` at most; returns the end.
     fn wait(&self, py: Python<'_>, position: u64, seconds: f64) -> PyResult<u64> {
         let reader = self.held.get()?;
-        let time = Duration::try_from_secs_f64(seconds)
-            .map_err(|_| error::usage("timeout", "seconds, 0 or more", &seconds.to_string()))?;
+        let time = error::seconds("timeout", seconds)?;
         let (begin, stop) = (Instant::now(), Stop::new());
         let wait = || -> LogResult<Position> {
             loop {
@@ -275,33 +257,17 @@ impl Column {
     }
 }
 
-/// The values, if all of them are as `expected`.
-fn all<T: Display, V: AsRef<[T]>>(
-    name: &str,
-    expected: &str,
-    values: V,
-    is: impl Fn(&T) -> bool,
-) -> PyResult<V> {
-    match values.as_ref().iter().enumerate().find(|(_, value)| !is(value)) {
-        None => Ok(values),
+/// Refuses values of which one is not as `expected`.
+fn all<T: Display>(name: &str, expected: &str, values: &[T], is: impl Fn(&T) -> bool) -> PyResult<()> {
+    match values.iter().enumerate().find(|(_, value)| !is(value)) {
+        None => Ok(()),
         Some((index, found)) => Err(error::usage(name, expected, &format!("{found} at {index}"))),
     }
 }
 
-fn finish_named(name: &str) -> PyResult<Finish> {
-    match name {
-        "stop" => Ok(Finish::Stop),
-        "length" => Ok(Finish::Length),
-        "abort" => Ok(Finish::Abort),
-        _ => Err(error::usage("finish", "`stop`, `length` or `abort`", name)),
-    }
-}
+const FINISHES: [(&str, Finish); 3] =
+    [("stop", Finish::Stop), ("length", Finish::Length), ("abort", Finish::Abort)];
 
 fn finish_name(finish: Finish) -> &'static str {
-    match finish {
-        Finish::Stop => "stop",
-        Finish::Length => "length",
-        Finish::Abort => "abort",
-        _ => "unfinished",
-    }
+    FINISHES.iter().find(|(_, known)| *known == finish).map_or("unfinished", |(name, _)| name)
 }

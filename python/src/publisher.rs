@@ -1,6 +1,6 @@
 //! `Publisher`: tensors of a trainer in Python, published from where they lie.
 
-use crate::error::{self, transport};
+use crate::error::{self, named, transport};
 use crate::tensor::{self, Borrowed, Remote};
 use crate::work::{self, Held};
 use driftless::command;
@@ -142,8 +142,8 @@ impl Publisher {
     #[new]
     fn new(py: Python<'_>, settings: Settings) -> PyResult<Self> {
         let files = files(&settings)?;
-        let join_deadline = seconds("join_deadline", settings.join_deadline)?;
-        let (rank, base) = (settings.rank, base_named(&settings.device_base)?);
+        let join_deadline = error::seconds("join_deadline", settings.join_deadline)?;
+        let (rank, base) = (settings.rank, named("device_base", &BASES, &settings.device_base)?);
         if let Some((rank, ranks)) = rank.filter(|(rank, ranks)| rank >= ranks) {
             let expected = format!("one from 0 on and below ranks, which is {ranks}");
             return Err(error::usage("rank", &expected, &rank.to_string()));
@@ -174,7 +174,7 @@ impl Publisher {
         checkpoint: Option<String>,
         attempt: Option<String>,
     ) -> PyResult<(Option<Published>, Option<String>)> {
-        let mode = mode_named(mode)?;
+        let mode = named("mode", &[("delta", Mode::Delta), ("full", Mode::Full)], mode)?;
         let step = Step { trainer_step: step, checkpoint };
         let tensors = Tensors::new(tensors, &self.files, self.base.is_some())?;
         let rank = match (self.rank, attempt) {
@@ -383,7 +383,7 @@ fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> 
     }
     let mut options = PublisherOptions::new(&settings.run, start, baseline);
     options.model = settings.model;
-    options.profile = profile_named(&settings.profile)?;
+    options.profile = named("profile", &PROFILES, &settings.profile)?;
     options.anchor_every = settings.anchor_every;
     options.anchor_share = settings.anchor_share;
     options.allow_layout_change = settings.allow_layout_change;
@@ -423,11 +423,8 @@ fn files(settings: &Settings) -> PyResult<Vec<AuxFile>> {
     let mut files = BTreeMap::new();
     if let Some(dir) = &settings.hf_checkpoint {
         let unreadable = |path: &Path, source: std::io::Error| {
-            error::usage(
-                "hf_checkpoint",
-                "a checkpoint directory that can be read",
-                &format!("`{}`: {source}", path.display()),
-            )
+            let found = format!("`{}`: {source}", path.display());
+            error::usage("hf_checkpoint", "a checkpoint directory that can be read", &found)
         };
         for entry in std::fs::read_dir(dir).map_err(|source| unreadable(dir, source))? {
             let path = entry.map_err(|source| unreadable(dir, source))?.path();
@@ -451,32 +448,8 @@ fn files(settings: &Settings) -> PyResult<Vec<AuxFile>> {
     Ok(files.into_values().collect())
 }
 
-fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|_| error::usage(name, "seconds, 0 or more", &seconds.to_string()))
-}
+/// Where baselines are decoded, by the names of Python's argument.
+const BASES: [(&str, Option<BaseMemory>); 3] =
+    [("device", Some(BaseMemory::Device)), ("host", Some(BaseMemory::Host)), ("off", None)];
 
-fn base_named(name: &str) -> PyResult<Option<BaseMemory>> {
-    match name {
-        "device" => Ok(Some(BaseMemory::Device)),
-        "host" => Ok(Some(BaseMemory::Host)),
-        "off" => Ok(None),
-        _ => Err(error::usage("device_base", "`device`, `host` or `off`", name)),
-    }
-}
-
-fn mode_named(name: &str) -> PyResult<Mode> {
-    match name {
-        "delta" => Ok(Mode::Delta),
-        "full" => Ok(Mode::Full),
-        _ => Err(error::usage("mode", "`delta` or `full`", name)),
-    }
-}
-
-pub(crate) fn profile_named(name: &str) -> PyResult<Profile> {
-    match name {
-        "wire" => Ok(Profile::Wire),
-        "fast" => Ok(Profile::Fast),
-        _ => Err(error::usage("profile", "`wire` or `fast`", name)),
-    }
-}
+pub(crate) const PROFILES: [(&str, Profile); 2] = [("wire", Profile::Wire), ("fast", Profile::Fast)];
