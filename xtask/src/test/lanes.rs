@@ -191,7 +191,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "fuzzing, 20 s a target",
         needs: &[Need::CargoFuzz],
         programs: Tests::None,
-        after: &["build"],
+        after: &[],
         run: fuzz,
     },
     Lane {
@@ -199,7 +199,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the log's maps and foreign calls under AddressSanitizer",
         needs: &[Need::CargoFuzz],
         programs: Tests::None,
-        after: &["build"],
+        after: &[],
         run: asan,
     },
     Lane {

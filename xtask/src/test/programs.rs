@@ -4,14 +4,19 @@ use super::Context;
 use crate::error::{Error, Result};
 use crate::{libtorch, process};
 use serde_json::Value;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Features of the tests where there is no libtorch.
+/// Features of the tests where there is no libtorch, and of the command that starts soon.
 const LIGHT: &str = "driftless/cli,driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
 
 /// The same, and libtorch.
 pub(super) const ALL: &str = "driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda,driftless/torch";
+
+/// Programs that run the command often, and have one without libtorch: that library takes longer to load than most
+/// calls of the command take.
+const OF_THE_COMMAND: [&str; 3] = ["driftless::cli", "driftless::kills", "driftless::learner"];
 
 /// Packages that link only where something else loads them.
 const ELSEWHERE: [&str; 2] = ["--exclude", "driftless-python"];
@@ -27,7 +32,11 @@ struct Program {
 }
 
 /// All that were built.
-pub(super) struct Programs(Vec<Program>);
+pub(super) struct Programs {
+    all: Vec<Program>,
+    /// The command without libtorch, where the other one has it.
+    light: Option<PathBuf>,
+}
 
 /// `cargo test`, with libtorch where it is. All commands select the same packages and features, because cargo builds
 /// a crate once more for each other set that a selection amounts to.
@@ -45,6 +54,9 @@ pub(crate) fn cargo_test() -> Command {
 impl Programs {
     /// Builds those of these names, or all of them with the examples.
     pub(super) fn build(context: &Context, names: Option<&[&str]>) -> Result<Programs> {
+        let wanted = names.is_none_or(|names| names.iter().any(|name| OF_THE_COMMAND.contains(name)));
+        // The build of all comes last, because tests run the command at the place where the last one put it.
+        let light = (wanted && libtorch::present().is_some()).then(|| light(context)).transpose()?;
         let mut command = cargo_test();
         command.args(["--no-run", "--message-format", "json-render-diagnostics"]);
         for name in names.into_iter().flatten() {
@@ -55,22 +67,37 @@ impl Programs {
             };
         }
         let messages = context.output(&mut command)?;
-        Ok(Programs(messages.lines().filter_map(program).collect()))
+        Ok(Programs { all: messages.lines().filter_map(program).collect(), light })
     }
 
     /// The names of all.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(|program| program.name.as_str())
+        self.all.iter().map(|program| program.name.as_str())
     }
 
     /// A command that runs the program of this name.
     pub(super) fn command(&self, name: &str) -> Result<Command> {
         let missing = || Error::check("test programs", name, self.names().collect::<Vec<_>>().join(", "));
-        let program = self.0.iter().find(|program| program.name == name).ok_or_else(missing)?;
+        let program = self.all.iter().find(|program| program.name == name).ok_or_else(missing)?;
         let mut command = Command::new(&program.executable);
         command.current_dir(&program.dir);
+        if let Some(light) = self.light.as_ref().filter(|_| OF_THE_COMMAND.contains(&name)) {
+            command.env("DRIFTLESS_TEST_COMMAND", light);
+        }
         Ok(command)
     }
+}
+
+/// Builds the command without libtorch, with the same packages and features otherwise, and keeps it apart.
+fn light(context: &Context) -> Result<PathBuf> {
+    let mut build = Command::new("cargo");
+    // With an example, cargo takes the features that tests ask for as well, and builds no other crate once more.
+    build.args(["build", "--bin", "driftless", "--example", "codec", "--workspace"]);
+    build.args(ELSEWHERE).args(["--features", LIGHT]);
+    context.logged(&mut build)?;
+    let light = context.root.join("target/lanes/driftless-without-torch");
+    fs::copy(built(), &light).map_err(|source| Error::io(&light, source))?;
+    Ok(light)
 }
 
 /// The program that a message of cargo tells of.
@@ -104,11 +131,16 @@ fn package_name(id: &str) -> Option<&str> {
     }
 }
 
+/// Where cargo puts the command.
+fn built() -> PathBuf {
+    crate::target_dir().join("debug/driftless")
+}
+
 /// Builds the command for tests, unless it is there, and says where it is.
 pub(crate) fn command_for_tests() -> Result<PathBuf> {
     let mut build = cargo_test();
     process::run(build.args(["--no-run", "--test", "crash"]).current_dir(crate::workspace()))?;
-    Ok(crate::target_dir().join("debug/driftless"))
+    Ok(built())
 }
 
 #[cfg(test)]
