@@ -96,7 +96,7 @@ fn light(context: &Context) -> Result<PathBuf> {
     build.args(ELSEWHERE).args(["--features", LIGHT]);
     context.logged(&mut build)?;
     let light = context.root.join("target/lanes/driftless-without-torch");
-    fs::copy(built(), &light).map_err(|source| Error::io(&light, source))?;
+    fs::copy(built(), &light).map_err(Error::io(&light))?;
     Ok(light)
 }
 
