@@ -236,6 +236,11 @@ impl<'a> ByteReader<'a> {
         Ok(taken)
     }
 
+    /// As [`ByteReader::take`], so many bytes as a payload says.
+    pub(crate) fn take_long(&mut self, count: u64) -> Result<&'a [u8]> {
+        self.take(usize::try_from(count).unwrap_or(usize::MAX))
+    }
+
     pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let chunk = self.rest().first_chunk::<N>().ok_or_else(|| self.corrupt("bytes end too early"))?;
         self.at += N;

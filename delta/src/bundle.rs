@@ -58,16 +58,14 @@ pub fn encode(
     expect_same_table(&base, &new)?;
     let mut entries = Vec::new();
     let mut payload = Vec::new();
-    let mut contents = Vec::with_capacity(base.len() * 16);
+    let (tables, contents) = digests(&base)?;
     let mut summary = Summary { tensors: base.len() as u64, changed_tensors: 0, elements: 0, changed: 0 };
     let mut next = 0;
-    for (index, ((_, base), (_, new))) in (0_u64..).zip(base.iter().zip(&new)) {
+    for (((index, (_, base)), (_, new)), table) in (0_u64..).zip(&base).zip(&new).zip(&tables) {
         let element = Element::of_dtype(base.dtype);
-        let digests = DigestTable::of(element, base.bytes)?;
-        contents.extend(digests.total().to_bytes());
         payload.clear();
         let changed =
-            crate::encode::encode(element, base.bytes, new.bytes, &digests, profile, &mut payload)?.changed;
+            crate::encode::encode(element, base.bytes, new.bytes, table, profile, &mut payload)?.changed;
         summary.elements += (base.bytes.len() / element.size()) as u64;
         if changed > 0 {
             summary.changed += changed;
@@ -81,7 +79,7 @@ pub fn encode(
     let start = out.len();
     out.extend(MAGIC);
     out.extend(table_check(&base).to_le_bytes());
-    out.extend(check(&contents).to_le_bytes());
+    out.extend(contents.to_le_bytes());
     [summary.tensors, summary.changed_tensors, summary.elements, summary.changed]
         .into_iter()
         .for_each(|number| put_varint(out, number));
@@ -126,8 +124,8 @@ impl<'a> Bundle<'a> {
         for _ in 0..changed_tensors {
             let index = reader.varint()?.checked_add(next).filter(|index| *index < tensors);
             let index = index.ok_or_else(|| reader.corrupt("more tensors than the table has"))?;
-            let length = usize::try_from(reader.varint()?).unwrap_or(usize::MAX);
-            entries.push((index as usize, reader.take(length)?));
+            let length = reader.varint()?;
+            entries.push((index as usize, reader.take_long(length)?));
             next = index + 1;
         }
         reader.finish()?;
@@ -155,13 +153,8 @@ impl<'a> Bundle<'a> {
         let mut patch = Patch::new();
         for (index, payload) in &self.entries {
             if let (Some((original, tensor)), Some(digests)) = (base.get(*index), tables.get(*index)) {
-                crate::decode::decode(
-                    Element::of_dtype(tensor.dtype),
-                    tensor.bytes,
-                    digests,
-                    payload,
-                    &mut patch,
-                )?;
+                let element = Element::of_dtype(tensor.dtype);
+                crate::decode::decode(element, tensor.bytes, digests, payload, &mut patch)?;
                 changed(*original, &patch)?;
             }
         }
@@ -200,16 +193,18 @@ impl<'a> Bundle<'a> {
     /// Refuses a list of tensors that is not the bundle's base; returns the digests of the one that is.
     fn expect_base(&self, base: &[(usize, &Tensor<'_>)]) -> Result<Vec<DigestTable>> {
         expect("tensor table", self.table, table_check(base))?;
-        let mut contents = Vec::with_capacity(base.len() * 16);
-        let mut tables = Vec::with_capacity(base.len());
-        for (_, tensor) in base {
-            let digests = DigestTable::of(Element::of_dtype(tensor.dtype), tensor.bytes)?;
-            contents.extend(digests.total().to_bytes());
-            tables.push(digests);
-        }
-        expect("contents", self.contents, check(&contents))?;
-        Ok(tables)
+        let (tables, contents) = digests(base)?;
+        expect("contents", self.contents, contents).map(|()| tables)
     }
+}
+
+/// Digests of all tensors, and a check of them.
+fn digests(tensors: &[(usize, &Tensor<'_>)]) -> Result<(Vec<DigestTable>, u64)> {
+    let table =
+        |(_, tensor): &(usize, &Tensor<'_>)| DigestTable::of(Element::of_dtype(tensor.dtype), tensor.bytes);
+    let tables: Vec<DigestTable> = tensors.iter().map(table).collect::<Result<_>>()?;
+    let contents: Vec<u8> = tables.iter().flat_map(|table| table.total().to_bytes()).collect();
+    Ok((tables, check(&contents)))
 }
 
 fn expect(what: &'static str, expected: u64, found: u64) -> Result<()> {

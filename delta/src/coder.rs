@@ -15,6 +15,10 @@ pub(crate) const SHIFT_BITS: u32 = 3;
 /// What the number is counted from.
 pub(crate) const SHIFT_BIAS: i32 = 3;
 
+pub(crate) fn corrupt(why: &'static str) -> Error {
+    Error::Corrupt { what: "change block", offset: 0, why }
+}
+
 /// Marks `ranks` (ascending) among `members`.
 #[inline(always)]
 fn put_runs(bits: &mut BitWriter<'_>, run: u32, members: u32, ranks: impl Iterator<Item = u32>) {
@@ -39,11 +43,7 @@ fn get_runs(bits: &mut BitReader<'_>, run: u32, members: u32, mut mark: impl FnM
         }
         let rank = next + (skips << run) + bits.get(run);
         if rank >= members || bits.overrun() {
-            return Err(Error::Corrupt {
-                what: "change block",
-                offset: 0,
-                why: "a position lies beyond the block",
-            });
+            return Err(corrupt("a position lies beyond the block"));
         }
         mark(rank);
         next = rank + 1;
@@ -133,7 +133,7 @@ pub(crate) fn get_class(
         }
     }
     if bits.overrun() {
-        return Err(Error::Corrupt { what: "change block", offset: 0, why: "bits end too early" });
+        return Err(corrupt("bits end too early"));
     }
     Ok(())
 }

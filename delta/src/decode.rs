@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use crate::bits::{BitReader, ByteReader};
 use crate::classes::Classes;
-use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
-use crate::digest::{Changes, Digest, DigestTable, short};
+use crate::coder::{SHIFT_BIAS, SHIFT_BITS, corrupt, get_class};
+use crate::digest::{Changes, Digest, DigestTable};
 use crate::element::{BLOCK_ELEMENTS, Element, with_constant};
 use crate::entropy;
-use crate::error::{Error, Result};
+use crate::error::{Result, expect_length};
 use crate::patch::{Part, Patch};
-use crate::payload::{Header, Kind, Token, block_elements};
+use crate::payload::{Header, Token, block_elements, expect_result};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::scan::{self, GROUP, Path, Work};
 use crate::source::Source;
@@ -52,11 +52,7 @@ pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<D
 /// As [`Decoder::decode_full`], but for the length, which nothing is compared with.
 pub fn full_digest(element: Element, start: u64, payload: &[u8]) -> Result<Digest> {
     let mut reader = ByteReader::new(payload, WHAT);
-    let header = Header::read(&mut reader)?;
-    header.expect(element)?;
-    let Kind::Full(elements) = header.kind else {
-        return Err(Error::KindMismatch { expected: "full", found: "a delta" });
-    };
+    let (elements, _) = Header::of_full(&mut reader, element)?;
     let elements = usize::try_from(elements).map_err(|_| reader.corrupt("more elements than fit"))?;
     let (mut digest, mut block, mut decoded) = (Digest::default(), 0, Vec::new());
     while block < elements.div_ceil(BLOCK_ELEMENTS) {
@@ -68,7 +64,7 @@ pub fn full_digest(element: Element, start: u64, payload: &[u8]) -> Result<Diges
             }
             Token::Entropy(bytes) => {
                 decoded.resize(block_elements(elements, block) * element.size(), 0);
-                entropy::decode(element, take(&mut reader, bytes)?, &mut decoded)?;
+                entropy::decode(element, reader.take_long(bytes)?, &mut decoded)?;
                 (1, decoded.as_slice())
             }
             _ => return Err(reader.corrupt("a full payload refers to a base")),
@@ -138,34 +134,18 @@ impl Decoder {
         patch: &mut Patch,
     ) -> Result<()> {
         let mut reader = ByteReader::new(payload, WHAT);
-        let header = Header::read(&mut reader)?;
-        header.expect(base.element)?;
-        let base_total = base.digests.total();
-        let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base_total.short_check() });
-        match header.kind {
-            Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
-            Kind::Unchanged if header.result != base_total.check() => {
-                return mismatch(short(header.result));
-            }
-            Kind::Unchanged => return reader.finish(),
-            Kind::Delta(check) if check != base_total.short_check() => return mismatch(check),
-            Kind::Delta(_) => {}
-        }
+        let Some(result) = Header::of_delta(&mut reader, base.element, base.digests.total())? else {
+            return reader.finish();
+        };
         self.cut(reader, base.element, elements)?;
         let Self { spans, jobs } = self;
         let decode = Decode { base, elements, payload };
         let work = |span: usize, scratch: &mut Scratch, part: &mut Part| {
             part.clear();
-            part.error = decode.span(&spans[span], scratch, part).err();
+            decode.span(&spans[span], scratch, part)
         };
-        jobs.run(pool, spans.len(), work, |part| match part.error.take() {
-            Some(error) => Err(error),
-            None => {
-                patch.append(part);
-                Ok(())
-            }
-        })?;
-        expect_result(header.result, patch.digests())
+        jobs.run(pool, spans.len(), work, |part| patch.append(part))?;
+        expect_result(result, patch.digests().total().check())
     }
 
     /// Decodes one payload of [`Encoder::encode_full`](crate::Encoder::encode_full) over all of `out`;
@@ -182,37 +162,26 @@ impl Decoder {
     ) -> Result<DigestTable> {
         let elements = element.count("target", out.len())?;
         let mut reader = ByteReader::new(payload, WHAT);
-        let header = Header::read(&mut reader)?;
-        header.expect(element)?;
-        match header.kind {
-            Kind::Full(expected) if expected != elements as u64 => {
-                return Err(Error::LengthMismatch { what: "target", expected, found: elements as u64 });
-            }
-            Kind::Full(_) => {}
-            _ => return Err(Error::KindMismatch { expected: "full", found: "a delta" }),
-        }
+        let (expected, result) = Header::of_full(&mut reader, element)?;
+        expect_length("target", expected, elements)?;
         self.cut(reader, element, elements)?;
         let mut digests = DigestTable::default();
         digests.reset(elements);
         let Self { spans, jobs } = self;
         let work = |span: usize, _: &mut Scratch, part: &mut Part| {
             part.clear();
-            part.error = full_span(element, elements, payload, &spans[span], part).err();
+            full_span(element, elements, payload, &spans[span], part)
         };
         let (mut at, mut block) = (0, 0);
         jobs.run(pool, spans.len(), work, |part| {
-            if let Some(error) = part.error.take() {
-                return Err(error);
-            }
             out[at..at + part.values.len()].copy_from_slice(&part.values);
             at += part.values.len();
             for digest in &part.digests {
                 digests.blocks_mut()[block] = *digest;
                 block += 1;
             }
-            Ok(())
         })?;
-        expect_result(header.result, &digests)?;
+        expect_result(result, digests.total().check())?;
         Ok(digests)
     }
 
@@ -242,13 +211,13 @@ impl Decoder {
                     coded += run;
                 }
                 Token::Changes(bytes) | Token::Entropy(bytes) => {
-                    take(&mut reader, bytes)?;
+                    reader.take_long(bytes)?;
                     block += 1;
                     coded += 1;
                 }
                 Token::Table(bytes) => {
                     let start = reader.at();
-                    take(&mut reader, bytes)?;
+                    reader.take_long(bytes)?;
                     table = Some(start..reader.at());
                 }
             }
@@ -261,19 +230,10 @@ impl Decoder {
     }
 }
 
-fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> Result<&'a [u8]> {
-    reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
-}
-
 /// Elements of a run of blocks that a tensor of so many elements has.
 fn range_of(elements: usize, block: usize, run: usize) -> Range<usize> {
     let start = block * BLOCK_ELEMENTS;
     start..elements.min(start + run * BLOCK_ELEMENTS)
-}
-
-fn expect_result(expected: u64, digests: &DigestTable) -> Result<()> {
-    let found = digests.total().check();
-    if expected == found { Ok(()) } else { Err(Error::ResultMismatch { expected, found }) }
 }
 
 /// Decodes a span of a full payload: the blocks' bytes and digests.
@@ -290,7 +250,7 @@ fn full_span(element: Element, elements: usize, payload: &[u8], span: &Span, par
             }
             Token::Entropy(bytes) => {
                 part.values.resize(start + block_elements(elements, block) * element.size(), 0);
-                entropy::decode(element, take(&mut reader, bytes)?, &mut part.values[start..])?;
+                entropy::decode(element, reader.take_long(bytes)?, &mut part.values[start..])?;
                 1
             }
             _ => return Err(reader.corrupt("a full payload refers to a base")),
@@ -342,7 +302,7 @@ impl<'a> Decode<'a> {
                     block += run as usize;
                 }
                 Token::Changes(bytes) => {
-                    let coded = take(&mut reader, bytes)?;
+                    let coded = reader.take_long(bytes)?;
                     let table = table.as_ref().ok_or(corrupt("no table before the first block"))?;
                     self.changes(coded, table, block, scratch, part)?;
                     block += 1;
@@ -350,14 +310,14 @@ impl<'a> Decode<'a> {
                 Token::Entropy(bytes) => {
                     let mut values = std::mem::take(&mut scratch.values);
                     values.resize(self.block(block).len(), 0);
-                    entropy::decode(element, take(&mut reader, bytes)?, &mut values)?;
+                    entropy::decode(element, reader.take_long(bytes)?, &mut values)?;
                     self.whole(&values, block, scratch, part);
                     scratch.values = values;
                     block += 1;
                 }
                 Token::Table(bytes) => {
                     let offset = reader.at();
-                    table = Some(Table::read(element, take(&mut reader, bytes)?, offset)?);
+                    table = Some(Table::read(element, reader.take_long(bytes)?, offset)?);
                 }
             }
         }
@@ -403,10 +363,6 @@ impl<'a> Decode<'a> {
             Err(corrupt("bytes follow the end"))
         }
     }
-}
-
-fn corrupt(why: &'static str) -> Error {
-    Error::Corrupt { what: "change block", offset: 0, why }
 }
 
 /// Decodes the changes of one block.

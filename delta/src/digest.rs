@@ -24,7 +24,7 @@ use std::ops::{Add, AddAssign, Sub, SubAssign};
 use std::str::FromStr;
 
 use crate::element::{BLOCK_ELEMENTS, Element};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_length};
 use crate::scan::{Path, Work};
 
 const STRIPE_WORDS: usize = 1024;
@@ -397,12 +397,7 @@ impl DigestTable {
 
     /// Refuses a table that is not one digest per block of `elements` elements.
     pub(crate) fn expect_elements(&self, elements: usize) -> Result<()> {
-        let (expected, found) = (elements.div_ceil(BLOCK_ELEMENTS) as u64, self.blocks.len() as u64);
-        if expected == found {
-            Ok(())
-        } else {
-            Err(Error::LengthMismatch { what: "digest table", expected, found })
-        }
+        expect_length("digest table", elements.div_ceil(BLOCK_ELEMENTS) as u64, self.blocks.len())
     }
 
     /// 16 bytes per block, in order.

@@ -7,10 +7,11 @@ pub const BLOCK_ELEMENTS: usize = 65_536;
 
 /// Type of one element. It decides the size of a step, never whether bytes survive: every bit pattern
 /// round-trips.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Element {
     /// Opaque bytes (packed formats, integers): one element is one byte, and a step is the difference of two
     /// bytes.
+    #[default]
     Bytes,
     /// 8-bit float, 4 exponent bits, 3 mantissa bits.
     F8E4M3,
@@ -54,28 +55,17 @@ impl Element {
         self.size() as u32 * 8
     }
 
+    /// All of them, in the order of the numbers that name them in the format.
+    const ALL: [Self; 6] = [Self::Bytes, Self::F8E4M3, Self::F8E5M2, Self::F16, Self::Bf16, Self::F32];
+
     /// Number that names the type in the format.
     pub(crate) const fn code(self) -> u8 {
-        match self {
-            Self::Bytes => 0,
-            Self::F8E4M3 => 1,
-            Self::F8E5M2 => 2,
-            Self::F16 => 3,
-            Self::Bf16 => 4,
-            Self::F32 => 5,
-        }
+        self as u8
     }
 
     pub(crate) fn from_code(code: u8) -> Result<Self> {
-        Ok(match code {
-            0 => Self::Bytes,
-            1 => Self::F8E4M3,
-            2 => Self::F8E5M2,
-            3 => Self::F16,
-            4 => Self::Bf16,
-            5 => Self::F32,
-            found => return Err(Error::Unsupported { what: "element type", found: found.into() }),
-        })
+        let unsupported = Error::Unsupported { what: "element type", found: code.into() };
+        Self::ALL.get(usize::from(code)).copied().ok_or(unsupported)
     }
 
     /// Bits below the exponent field; opaque bytes have no exponent, their class is always 0.
@@ -187,31 +177,14 @@ impl Element {
 /// Evaluates `$work` with `$name` bound to `$element` as a constant, so that loops inside carry no dispatch.
 macro_rules! with_constant {
     ($element:expr, $name:ident => $work:expr) => {
+        with_constant!($element, $name => $work, [Bytes, F8E4M3, F8E5M2, F16, Bf16, F32])
+    };
+    ($element:expr, $name:ident => $work:expr, [$($type:ident),*]) => {
         match $element {
-            Element::Bytes => {
-                let $name = Element::Bytes;
+            $(Element::$type => {
+                let $name = Element::$type;
                 $work
-            }
-            Element::F8E4M3 => {
-                let $name = Element::F8E4M3;
-                $work
-            }
-            Element::F8E5M2 => {
-                let $name = Element::F8E5M2;
-                $work
-            }
-            Element::F16 => {
-                let $name = Element::F16;
-                $work
-            }
-            Element::Bf16 => {
-                let $name = Element::Bf16;
-                $work
-            }
-            Element::F32 => {
-                let $name = Element::F32;
-                $work
-            }
+            })*
         }
     };
 }
@@ -225,8 +198,7 @@ pub(crate) mod tests {
     const BITS: u32 = if cfg!(miri) { 8 } else { 16 };
     const APART: usize = if cfg!(miri) { 251 } else { 1 };
 
-    pub(crate) const ALL: [Element; 6] =
-        [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16, Element::F32];
+    pub(crate) const ALL: [Element; 6] = Element::ALL;
 
     #[test]
     fn codes_name_their_type() {

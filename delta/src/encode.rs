@@ -3,7 +3,7 @@
 use crate::choose::Profile;
 use crate::digest::DigestTable;
 use crate::element::{BLOCK_ELEMENTS, Element};
-use crate::error::{Error, Result};
+use crate::error::{Result, expect_length};
 use crate::payload::{Header, Kind, Token};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::segment::{Input, SEGMENT_BLOCKS, Scratch, Segment};
@@ -139,13 +139,7 @@ impl Encoder {
     ) -> Result<u64> {
         let Source { element, bytes, digests } = base;
         base.elements()?;
-        if bytes.len() != new.len() {
-            return Err(Error::LengthMismatch {
-                what: "new tensor",
-                expected: bytes.len() as u64,
-                found: new.len() as u64,
-            });
-        }
+        expect_length("new tensor", bytes.len() as u64, new.len())?;
         self.digests.copy_from(digests);
         let mut header = Header { element, kind: Kind::Delta(digests.total().short_check()), result: 0 };
         let start = out.len();
@@ -156,7 +150,7 @@ impl Encoder {
             let first_block = segment * SEGMENT_BLOCKS;
             let (base, new) = (&bytes[range.clone()], &new[range]);
             let digests = check.then(|| &digests.blocks()[first_block..]);
-            scratch.delta(&Input { element, profile, first_block, base, new, digests }, result);
+            scratch.delta(&Input { element, profile, first_block, base, new, digests }, result)
         };
         let assembled = self.assemble(pool, bytes.len().div_ceil(segment_bytes), work, out);
         let changed = assembled.inspect_err(|_| out.truncate(start))?;
@@ -192,6 +186,7 @@ impl Encoder {
         let work = |segment: usize, scratch: &mut Scratch, result: &mut Segment| {
             let range = segment * segment_bytes..new.len().min((segment + 1) * segment_bytes);
             scratch.full(element, segment * SEGMENT_BLOCKS, &new[range], result);
+            Ok(())
         };
         let changed = self.assemble(pool, new.len().div_ceil(segment_bytes), work, out)?;
         header.result = self.digests.total().check();
@@ -205,16 +200,13 @@ impl Encoder {
         &mut self,
         pool: &dyn Pool,
         segments: usize,
-        work: impl Fn(usize, &mut Scratch, &mut Segment) + Sync,
+        work: impl Fn(usize, &mut Scratch, &mut Segment) -> Result<()> + Sync,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
         let Self { jobs, digests, not_finite } = self;
         *not_finite = false;
         let (mut changed, mut same, mut block) = (0, 0, 0);
         jobs.run(pool, segments, work, |segment| {
-            if let Some(error) = segment.error.take() {
-                return Err(error);
-            }
             for (digest, change) in digests.blocks_mut()[block..].iter_mut().zip(&segment.digests) {
                 *digest += *change;
             }
@@ -227,7 +219,6 @@ impl Encoder {
                 out.extend_from_slice(&segment.tokens);
             }
             same += segment.after;
-            Ok(())
         })?;
         Token::run_of_same(&mut same, out);
         Ok(changed)

@@ -135,5 +135,11 @@ impl Error {
     }
 }
 
+/// Refuses a length that is not the expected one.
+pub(crate) fn expect_length(what: &'static str, expected: u64, found: usize) -> Result<()> {
+    let found = found as u64;
+    if expected == found { Ok(()) } else { Err(Error::LengthMismatch { what, expected, found }) }
+}
+
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::bits::{ByteReader, put_varint};
 use crate::digest::{Digest, DigestTable};
 use crate::element::{BLOCK_ELEMENTS, Element, with_constant};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_length};
 use crate::payload::block_elements;
 
 const MAGIC: [u8; 4] = *b"DFP1";
@@ -23,45 +23,35 @@ struct PatchBlock {
 /// [`decode`](crate::decode).
 ///
 /// Applying it twice is applying it once, so it can be written to a journal first and replayed after a crash.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Patch {
-    element: Element,
-    elements: usize,
     digests: DigestTable,
-    blocks: Vec<PatchBlock>,
-    /// Positions in their block of the single changes, ascending, blocks one after the other; little-endian,
-    /// as in the journal.
-    positions: Vec<[u8; 2]>,
-    /// Values of the single changes and bytes of the whole blocks, in order.
-    values: Vec<u8>,
+    changes: Changes<Vec<[u8; 2]>, Vec<u8>>,
 }
 
 /// The journal form of a [`Patch`], checked, and applied from where it lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JournaledPatch<'a> {
-    element: Element,
-    elements: usize,
     digests: &'a [u8],
-    blocks: Vec<PatchBlock>,
-    positions: &'a [[u8; 2]],
-    values: &'a [u8],
+    changes: Changes<&'a [[u8; 2]], &'a [u8]>,
 }
 
 /// What a patch changes, in either form. All of it lies within the tensor.
-#[derive(Clone, Copy)]
-struct Changes<'a> {
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Changes<P, V> {
     element: Element,
     elements: usize,
-    blocks: &'a [PatchBlock],
-    positions: &'a [[u8; 2]],
-    values: &'a [u8],
+    blocks: Vec<PatchBlock>,
+    /// Positions in their block of the single changes, ascending, blocks one after the other; little-endian,
+    /// as in the journal.
+    positions: P,
+    /// Values of the single changes and bytes of the whole blocks, in order.
+    values: V,
 }
 
 /// What changes in some blocks of a tensor, in ascending order.
 #[derive(Debug, Default)]
 pub(crate) struct Part {
-    /// Why there is no more.
-    pub(crate) error: Option<Error>,
     blocks: Vec<PatchBlock>,
     /// How the digest of each of `blocks` changes (in a full payload: the digest of each block).
     pub(crate) digests: Vec<Digest>,
@@ -71,7 +61,6 @@ pub(crate) struct Part {
 
 impl Part {
     pub(crate) fn clear(&mut self) {
-        self.error = None;
         self.blocks.clear();
         self.digests.clear();
         self.positions.clear();
@@ -105,31 +94,19 @@ impl Part {
     }
 }
 
-impl Default for Patch {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Patch {
     /// An empty patch of an empty tensor; decoding into it again and again reuses its memory.
     pub fn new() -> Self {
-        Self {
-            element: Element::Bytes,
-            elements: 0,
-            digests: DigestTable::default(),
-            blocks: Vec::new(),
-            positions: Vec::new(),
-            values: Vec::new(),
-        }
+        Self::default()
     }
 
     pub(crate) fn reset(&mut self, element: Element, elements: usize, digests: &DigestTable) {
-        (self.element, self.elements) = (element, elements);
         self.digests.copy_from(digests);
-        self.blocks.clear();
-        self.positions.clear();
-        self.values.clear();
+        let changes = &mut self.changes;
+        (changes.element, changes.elements) = (element, elements);
+        changes.blocks.clear();
+        changes.positions.clear();
+        changes.values.clear();
     }
 
     /// Adds what changes in blocks beyond those that the patch has.
@@ -139,26 +116,25 @@ impl Patch {
                 *digest += *change;
             }
         }
-        self.blocks.extend_from_slice(&part.blocks);
-        self.positions.extend_from_slice(&part.positions);
-        self.values.extend_from_slice(&part.values);
+        self.changes.blocks.extend_from_slice(&part.blocks);
+        self.changes.positions.extend_from_slice(&part.positions);
+        self.changes.values.extend_from_slice(&part.values);
     }
 
     /// Number of elements that differ from the base.
     pub fn changed(&self) -> u64 {
-        self.blocks.iter().map(|block| u64::from(block.changed)).sum()
+        self.changes.blocks.iter().map(|block| u64::from(block.changed)).sum()
     }
 
     /// Length in bytes of the tensor that the patch is for.
     pub fn tensor_bytes(&self) -> u64 {
-        self.changes().tensor_bytes()
+        self.changes.tensor_bytes()
     }
 
     /// Bytes of memory that the patch holds; it keeps them when another payload is decoded into it.
     pub fn memory(&self) -> usize {
-        self.blocks.capacity() * size_of::<PatchBlock>()
-            + self.positions.capacity() * 2
-            + self.values.capacity()
+        let Changes { blocks, positions, values, .. } = &self.changes;
+        blocks.capacity() * size_of::<PatchBlock>() + positions.capacity() * 2 + values.capacity()
     }
 
     /// Digests of the result.
@@ -171,42 +147,38 @@ impl Patch {
     /// # Errors
     /// [`Error::LengthMismatch`] if `tensor` is not as long as the base was; nothing is written then.
     pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
-        self.changes().apply_to(tensor)
+        self.changes.apply_to(tensor)
     }
 
     /// Runs of consecutive changed bytes: byte offset in the tensor and new bytes, ascending and disjoint.
     pub fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.changes().byte_runs()
+        self.changes.byte_runs()
     }
 
     /// Ranges of bytes of the tensor in which all changes lie, ascending; changes with fewer than `gap` bytes
     /// between them are in one.
     pub fn byte_ranges(&self, gap: u64) -> Vec<Range<u64>> {
-        self.changes().byte_ranges(gap)
-    }
-
-    fn changes(&self) -> Changes<'_> {
-        let Self { element, elements, blocks, positions, values, .. } = self;
-        Changes { element: *element, elements: *elements, blocks, positions, values }
+        self.changes.byte_ranges(gap)
     }
 
     /// The journal form: everything above, closed by a digest of all bytes before it. Replaces what `out`
     /// held; one that has held as much before is not allocated anew.
     pub fn write_to(&self, out: &mut Vec<u8>) {
+        let Changes { element, elements, blocks, positions, values } = &self.changes;
         out.clear();
-        let head = 64 + 16 * self.digests.blocks().len() + 16 * self.blocks.len();
-        out.reserve(head + self.positions.len() * 2 + self.values.len());
+        let head = 64 + 16 * self.digests.blocks().len() + 16 * blocks.len();
+        out.reserve(head + positions.len() * 2 + values.len());
         out.extend(MAGIC);
-        out.push(self.element.code());
-        put_varint(out, self.elements as u64);
+        out.push(element.code());
+        put_varint(out, *elements as u64);
         self.digests.blocks().iter().for_each(|digest| out.extend(digest.to_bytes()));
-        put_varint(out, self.blocks.len() as u64);
-        for block in &self.blocks {
+        put_varint(out, blocks.len() as u64);
+        for block in blocks {
             put_varint(out, block.block as u64);
             put_varint(out, u64::from(block.changed) << 1 | u64::from(block.whole));
         }
-        out.extend_from_slice(self.positions.as_flattened());
-        out.extend_from_slice(&self.values);
+        out.extend_from_slice(positions.as_flattened());
+        out.extend_from_slice(values);
         let digest = Digest::of(Element::Bytes, 0, out);
         out.extend(digest.to_bytes());
     }
@@ -223,17 +195,11 @@ impl Patch {
     /// # Errors
     /// As [`JournaledPatch::from_bytes`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let JournaledPatch { element, elements, digests, blocks, positions, values } =
-            JournaledPatch::from_bytes(bytes)?;
-        let digests = DigestTable::from_bytes(digests)?;
-        Ok(Self {
-            element,
-            elements,
-            digests,
-            blocks,
-            positions: positions.to_vec(),
-            values: values.to_vec(),
-        })
+        let JournaledPatch { digests, changes } = JournaledPatch::from_bytes(bytes)?;
+        let Changes { element, elements, blocks, positions, values } = changes;
+        let (positions, values) = (positions.to_vec(), values.to_vec());
+        let changes = Changes { element, elements, blocks, positions, values };
+        Ok(Self { digests: DigestTable::from_bytes(digests)?, changes })
     }
 }
 
@@ -266,17 +232,17 @@ impl<'a> JournaledPatch<'a> {
         let (blocks, singles, value_bytes) = read_blocks(&mut reader, element, elements)?;
         let positions = reader.take(singles * 2)?.as_chunks::<2>().0;
         let values = reader.take(value_bytes)?;
-        let patch = Self { element, elements, digests, blocks, positions, values };
-        if !patch.changes().positions_fit() {
+        let changes = Changes { element, elements, blocks, positions, values };
+        if !changes.positions_fit() {
             return Err(reader.corrupt("positions do not ascend within their block"));
         }
         reader.finish()?;
-        Ok(patch)
+        Ok(Self { digests, changes })
     }
 
     /// As [`Patch::tensor_bytes`].
     pub fn tensor_bytes(&self) -> u64 {
-        self.changes().tensor_bytes()
+        self.changes.tensor_bytes()
     }
 
     /// As [`Patch::apply_to`].
@@ -284,30 +250,22 @@ impl<'a> JournaledPatch<'a> {
     /// # Errors
     /// As [`Patch::apply_to`].
     pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
-        self.changes().apply_to(tensor)
+        self.changes.apply_to(tensor)
     }
 
     /// As [`Patch::byte_runs`].
     pub fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.changes().byte_runs()
-    }
-
-    fn changes(&self) -> Changes<'_> {
-        let Self { element, elements, blocks, positions, values, .. } = self;
-        Changes { element: *element, elements: *elements, blocks, positions, values }
+        self.changes.byte_runs()
     }
 }
 
-impl<'a> Changes<'a> {
+impl<P: AsRef<[[u8; 2]]>, V: AsRef<[u8]>> Changes<P, V> {
     fn tensor_bytes(&self) -> u64 {
         (self.elements * self.element.size()) as u64
     }
 
     fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
-        let (expected, found) = (self.tensor_bytes(), tensor.len() as u64);
-        if expected != found {
-            return Err(Error::LengthMismatch { what: "tensor", expected, found });
-        }
+        expect_length("tensor", self.tensor_bytes(), tensor.len())?;
         with_constant!(self.element, e => self.apply_as(e, tensor));
         Ok(())
     }
@@ -317,8 +275,8 @@ impl<'a> Changes<'a> {
     #[inline(always)]
     fn apply_as(&self, element: Element, tensor: &mut [u8]) {
         let block_bytes = BLOCK_ELEMENTS * element.size();
-        let (mut positions, mut values) = (self.positions, self.values);
-        for block in self.blocks {
+        let (mut positions, mut values) = (self.positions.as_ref(), self.values.as_ref());
+        for block in &self.blocks {
             let start = block.block * block_bytes;
             let end = tensor.len().min(start + block_bytes);
             let target = &mut tensor[start..end];
@@ -340,10 +298,10 @@ impl<'a> Changes<'a> {
         }
     }
 
-    fn byte_runs(self) -> impl Iterator<Item = (u64, &'a [u8])> {
+    fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let size = self.element.size();
         let mut blocks = self.blocks.iter();
-        let (mut positions, mut values) = (self.positions, self.values);
+        let (mut positions, mut values) = (self.positions.as_ref(), self.values.as_ref());
         let (mut block, mut left) = (0, 0_usize);
         std::iter::from_fn(move || {
             if left == 0 {
@@ -368,7 +326,7 @@ impl<'a> Changes<'a> {
 
     fn byte_ranges(&self, gap: u64) -> Vec<Range<u64>> {
         let size = self.element.size() as u64;
-        let mut positions = self.positions;
+        let mut positions = self.positions.as_ref();
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let mut last = 0..0;
         let mut add = |next: Range<u64>| {
@@ -378,7 +336,7 @@ impl<'a> Changes<'a> {
                 last.end = next.end;
             }
         };
-        for block in self.blocks {
+        for block in &self.blocks {
             let start = (block.block * BLOCK_ELEMENTS) as u64 * size;
             if block.whole {
                 add(start..start + block_elements(self.elements, block.block) as u64 * size);
@@ -395,7 +353,7 @@ impl<'a> Changes<'a> {
     }
 
     fn positions_fit(&self) -> bool {
-        let mut positions = self.positions;
+        let mut positions = self.positions.as_ref();
         self.blocks.iter().filter(|block| !block.whole).all(|block| {
             let Some(own) = positions.split_off(..block.changed as usize) else { return false };
             own.is_sorted_by(|a, b| position(*a) < position(*b))

@@ -1,6 +1,7 @@
 //! Frame of a payload: the header, and the tokens that say how each run of blocks is coded.
 
 use crate::bits::{ByteReader, put_varint, varint_bytes};
+use crate::digest::{Digest, short};
 use crate::element::{BLOCK_ELEMENTS, Element};
 use crate::error::{Error, Result};
 
@@ -57,7 +58,7 @@ impl Header {
         out[at..at + 8].copy_from_slice(&self.result.to_le_bytes());
     }
 
-    pub(crate) fn read(bytes: &mut ByteReader<'_>) -> Result<Self> {
+    fn read(bytes: &mut ByteReader<'_>) -> Result<Self> {
         let first = bytes.byte()?;
         let kind = match first & 0xf0 {
             DELTA => Kind::Delta(u16::from_le_bytes(bytes.array()?)),
@@ -70,14 +71,46 @@ impl Header {
         Ok(Self { element, kind, result: u64::from_le_bytes(bytes.array()?) })
     }
 
-    /// Refuses a payload for other elements than the tensor's.
-    pub(crate) fn expect(&self, element: Element) -> Result<()> {
-        if self.element == element {
-            Ok(())
-        } else {
-            Err(Error::ElementMismatch { expected: element, found: self.element })
+    /// Reads the header of a delta from a base with this digest. Returns the result's check; `None` if nothing
+    /// changed.
+    pub(crate) fn of_delta(
+        bytes: &mut ByteReader<'_>,
+        element: Element,
+        base: Digest,
+    ) -> Result<Option<u64>> {
+        let Self { kind, result, .. } = Self::of(bytes, element)?;
+        let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base.short_check() });
+        match kind {
+            Kind::Full(_) => Err(Error::KindMismatch { expected: "a delta", found: "full" }),
+            Kind::Unchanged if result != base.check() => mismatch(short(result)),
+            Kind::Unchanged => Ok(None),
+            Kind::Delta(check) if check != base.short_check() => mismatch(check),
+            Kind::Delta(_) => Ok(Some(result)),
         }
     }
+
+    /// Reads the header of a full payload. Returns its number of elements, and the result's check.
+    pub(crate) fn of_full(bytes: &mut ByteReader<'_>, element: Element) -> Result<(u64, u64)> {
+        match Self::of(bytes, element)? {
+            Self { kind: Kind::Full(elements), result, .. } => Ok((elements, result)),
+            _ => Err(Error::KindMismatch { expected: "full", found: "a delta" }),
+        }
+    }
+
+    /// Reads a header and refuses a payload for other elements than the tensor's.
+    fn of(bytes: &mut ByteReader<'_>, element: Element) -> Result<Self> {
+        let header = Self::read(bytes)?;
+        if header.element == element {
+            Ok(header)
+        } else {
+            Err(Error::ElementMismatch { expected: element, found: header.element })
+        }
+    }
+}
+
+/// Refuses a result with another check than its header promises.
+pub(crate) fn expect_result(expected: u64, found: u64) -> Result<()> {
+    if expected == found { Ok(()) } else { Err(Error::ResultMismatch { expected, found }) }
 }
 
 /// What comes next in the body of a payload. The number on disk is `value << 3 | mode`.

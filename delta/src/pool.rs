@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Jobs at a time for each thread of a pool: bounds the memory for results that wait for those before them.
 const JOBS_PER_THREAD: usize = 8;
@@ -76,6 +76,7 @@ pub(crate) struct Jobs<S, T> {
 #[derive(Debug, Default)]
 struct Slot<T> {
     done: bool,
+    error: Option<Error>,
     result: T,
 }
 
@@ -85,14 +86,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<S: Default + Send, T: Default + Send> Jobs<S, T> {
-    /// Does `work` for each number below `jobs` and hands the results to `take` in order, until that refuses
-    /// one.
+    /// Does `work` for each number below `jobs` and hands the results to `take` in order, up to the first error.
     pub(crate) fn run(
         &mut self,
         pool: &dyn Pool,
         jobs: usize,
-        work: impl Fn(usize, &mut S, &mut T) + Sync,
-        mut take: impl FnMut(&mut T) -> Result<()>,
+        work: impl Fn(usize, &mut S, &mut T) -> Result<()> + Sync,
+        mut take: impl FnMut(&mut T),
     ) -> Result<()> {
         let wave = match pool.threads() {
             0 | 1 => 1,
@@ -110,7 +110,8 @@ impl<S: Default + Send, T: Default + Send> Jobs<S, T> {
                 let Some(mut slot) = slots_now.get(at).map(lock) else { return };
                 if !slot.done {
                     let mut own = lock(scratch).pop().unwrap_or_default();
-                    work(first + at, &mut own, &mut slot.result);
+                    let Slot { error, result, .. } = &mut *slot;
+                    *error = work(first + at, &mut own, result).err();
                     slot.done = true;
                     lock(scratch).push(own);
                 }
@@ -119,8 +120,11 @@ impl<S: Default + Send, T: Default + Send> Jobs<S, T> {
                 pool.run(count, &job);
             }
             (0..count).for_each(job);
-            for slot in slots {
-                take(&mut slot_of(slot).result)?;
+            for slot in slots.iter_mut().map(slot_of) {
+                match slot.error.take() {
+                    Some(error) => return Err(error),
+                    None => take(&mut slot.result),
+                }
             }
         }
         Ok(())

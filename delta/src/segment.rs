@@ -9,7 +9,7 @@ use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::{Changes, Digest};
 use crate::element::{BLOCK_ELEMENTS, Element, with_constant};
 use crate::entropy;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::payload::Token;
 use crate::scan::{self, GROUP, PLANES, Path, Work};
 use crate::table::{CLASSES_MAX, Class, Table};
@@ -43,8 +43,6 @@ pub(crate) struct Segment {
     pub(crate) after: u64,
     /// What each block adds to the base's digests (in a full payload: the block's digest).
     pub(crate) digests: Vec<Digest>,
-    /// The first block whose base is not what its digest says.
-    pub(crate) error: Option<Error>,
     /// Whether an element that changed is NaN or infinite.
     pub(crate) not_finite: bool,
 }
@@ -53,7 +51,6 @@ impl Segment {
     fn clear(&mut self) {
         (self.changed, self.before, self.after) = (0, 0, 0);
         self.not_finite = false;
-        self.error = None;
         self.tokens.clear();
         self.digests.clear();
     }
@@ -101,24 +98,25 @@ pub(crate) struct Scratch {
 
 impl Scratch {
     /// Codes `input` against its base.
-    pub(crate) fn delta(&mut self, input: &Input<'_>, out: &mut Segment) {
+    pub(crate) fn delta(&mut self, input: &Input<'_>, out: &mut Segment) -> Result<()> {
         out.clear();
-        self.compare(input, out);
+        self.compare(input, out)?;
         out.changed = self.positions.len() as u64;
         out.not_finite = self.not_finite;
         if self.positions.is_empty() {
             out.after = self.blocks.len() as u64;
-            return;
+            return Ok(());
         }
         let table = self.statistics.table();
         self.coded.clear();
         table.write(&mut self.coded);
         out.token(Token::Table(self.coded.len() as u64), &self.coded);
         self.code_blocks(input, &table, out);
+        Ok(())
     }
 
     /// Gathers the changes of all blocks, and checks the base's digests.
-    fn compare(&mut self, input: &Input<'_>, out: &mut Segment) {
+    fn compare(&mut self, input: &Input<'_>, out: &mut Segment) -> Result<()> {
         self.statistics.begin(input.element, input.profile, input.base.len());
         self.positions.clear();
         self.steps.clear();
@@ -135,7 +133,7 @@ impl Scratch {
                 // The block was read just now: it is still in the cache.
                 if !(*expected + change).is_first_of(input.element, first, new) {
                     let (block, found) = (block as u64, Digest::of(input.element, first, base));
-                    out.error.get_or_insert(Error::BlockMismatch { block, expected: *expected, found });
+                    return Err(Error::BlockMismatch { block, expected: *expected, found });
                 }
             }
             self.blocks.push(before..self.positions.len());
@@ -143,6 +141,7 @@ impl Scratch {
                 self.count(input, block - input.first_block, base);
             }
         }
+        Ok(())
     }
 
     /// Codes each block in its cheapest mode.

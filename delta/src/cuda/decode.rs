@@ -3,13 +3,16 @@
 
 use super::Result;
 use super::encode::{CLASSES_BYTES, TABLE_BYTES};
-use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, keys_on, numbers};
+use super::machine::{
+    Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, finished, keys_on, numbers,
+};
 use crate::bits::ByteReader;
-use crate::digest::{Digest, DigestTable, short};
+use crate::coder::corrupt;
+use crate::digest::{Digest, DigestTable};
 use crate::element::{BLOCK_ELEMENTS, Element};
 use crate::entropy;
 use crate::error::Error;
-use crate::payload::{Header, Kind, Token, block_elements};
+use crate::payload::{Header, Token, block_elements, expect_result};
 use crate::table::Table;
 
 const WHAT: &str = "delta payload";
@@ -83,11 +86,7 @@ impl State {
         payload: &[u8],
     ) -> Result<u64> {
         let applied = self.queue(machine, element, base, digests, payload);
-        // Whatever went wrong: nothing may still be reading when the borrows end.
-        let finished = machine.finish();
-        let applied = applied?;
-        finished?;
-        Ok(applied)
+        finished(machine, applied)
     }
 
     fn queue(
@@ -101,17 +100,9 @@ impl State {
         let elements = element.count("base", base.bytes)?;
         digests.expect_elements(elements)?;
         let mut reader = ByteReader::new(payload, WHAT);
-        let header = Header::read(&mut reader)?;
-        header.expect(element)?;
-        let check = digests.total();
-        let mismatch = |expected| Err(Error::BaseMismatch { expected, found: check.short_check() }.into());
-        match header.kind {
-            Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }.into()),
-            Kind::Unchanged if header.result != check.check() => return mismatch(short(header.result)),
-            Kind::Unchanged => return Ok(reader.finish().map(|()| 0)?),
-            Kind::Delta(expected) if expected != check.short_check() => return mismatch(expected),
-            Kind::Delta(_) => {}
-        }
+        let Some(result) = Header::of_delta(&mut reader, element, digests.total())? else {
+            return Ok(reader.finish().map(|()| 0)?);
+        };
         let room = payload.len().next_multiple_of(16) + PAST;
         let address = self.payload.address(machine, room)?;
         // SAFETY: the room was made for this payload, which lives until the wait in `apply`.
@@ -121,7 +112,7 @@ impl State {
         let applied = plan
             .read(reader, element, elements, payload.len())
             .map_err(super::Error::from)
-            .and_then(|()| self.run(machine, element, base, digests, payload, &plan, header.result));
+            .and_then(|()| self.run(machine, element, base, digests, payload, &plan, result));
         self.tokens = plan;
         applied
     }
@@ -141,7 +132,7 @@ impl State {
         let elements = base.bytes / element.size();
         let check = digests.total();
         if plan.tasks.is_empty() {
-            return expect(result, check.check()).map(|()| 0);
+            return Ok(expect_result(result, check.check()).map(|()| 0)?);
         }
         let mut arguments = self.arguments(machine, element, plan)?;
         arguments.base = base.address;
@@ -168,9 +159,9 @@ impl State {
         let mut next = || status.next().unwrap_or(0);
         let (sum, changed, failed) = (next(), next(), next());
         if let Some(why) = failure(failed) {
-            return Err(Error::Corrupt { what: "change block", offset: 0, why }.into());
+            return Err(corrupt(why).into());
         }
-        expect(result, check.check().wrapping_add(sum))?;
+        expect_result(result, check.check().wrapping_add(sum))?;
         let changes = numbers::<16>(&results[32..]).map(Digest::from_bytes);
         for (task, change) in plan.tasks.iter().zip(changes) {
             if let Some(digest) = digests.blocks_mut().get_mut(task.block as usize) {
@@ -225,10 +216,6 @@ unsafe fn kernels(machine: &dyn Machine, element: Element, arguments: &Decode) -
         machine.launch(element, Kernel::Resolve, Grid { shared, ..Grid::of(tasks) }, arguments)?;
         machine.launch(element, Kernel::Apply, Grid::of(tasks), arguments)
     }
-}
-
-fn expect(expected: u64, found: u64) -> Result<()> {
-    if expected == found { Ok(()) } else { Err(Error::ResultMismatch { expected, found }.into()) }
 }
 
 /// What the number of a kernel's error means.
@@ -290,14 +277,14 @@ impl Plan {
                 }
                 Token::Changes(bytes) => {
                     let offset = reader.at();
-                    let bytes = take(&mut reader, bytes)?.len();
+                    let bytes = reader.take_long(bytes)?.len();
                     expect_tokens(reader.rest(), bytes);
                     plan.changes(block, block_elements(elements, block), offset, bytes)?;
                     block += 1;
                 }
                 Token::Entropy(bytes) => {
                     let start = plan.extra.len();
-                    let coded = take(&mut reader, bytes)?;
+                    let coded = reader.take_long(bytes)?;
                     plan.extra.resize(start + block_elements(elements, block) * element.size(), 0);
                     entropy::decode(element, coded, &mut plan.extra[start..])?;
                     plan.whole(block, (plan.payload_bytes + start) as u64);
@@ -305,7 +292,7 @@ impl Plan {
                 }
                 Token::Table(bytes) => {
                     let offset = reader.at();
-                    plan.tables.push(Table::read(element, take(&mut reader, bytes)?, offset)?);
+                    plan.tables.push(Table::read(element, reader.take_long(bytes)?, offset)?);
                 }
             }
         }
@@ -387,8 +374,4 @@ fn expect_tokens(rest: &[u8], bytes: usize) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (rest, bytes);
-}
-
-fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> crate::error::Result<&'a [u8]> {
-    reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
 }

@@ -122,10 +122,10 @@ impl Device {
         }
         let image = compile(&self.architecture, element)?;
         let module = self.context.load_module(image).map_err(driver("loading the kernels"))?;
-        let mut kernels = Vec::with_capacity(Kernel::ALL.len());
-        for kernel in Kernel::ALL {
-            let what = || format!("loading the kernel `{}`", kernel.name());
-            let function = module.load_function(kernel.name()).map_err(driver(what()))?;
+        let mut kernels = Vec::with_capacity(Kernel::NAMES.len());
+        for name in Kernel::NAMES {
+            let what = || format!("loading the kernel `{name}`");
+            let function = module.load_function(name).map_err(driver(what()))?;
             let most = self
                 .context
                 .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

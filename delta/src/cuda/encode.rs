@@ -9,12 +9,15 @@ use std::ops::Range;
 
 use plan::{Fetch, Plan};
 
-use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, keys_on, numbers};
+use super::machine::{
+    Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, finished, keys_on, numbers,
+};
 use super::{Error, Result};
 use crate::choose::Profile;
 use crate::digest::{Digest, DigestTable};
 use crate::element::{BLOCK_ELEMENTS, Element};
 use crate::entropy;
+use crate::error::expect_length;
 use crate::payload::{Header, Kind};
 use crate::segment::SEGMENT_BLOCKS;
 
@@ -179,7 +182,7 @@ impl State {
 
     pub(super) fn encode(&mut self, machine: &dyn Machine, pair: Pair<'_>) -> Result<Outcome> {
         let outcome = self.queue(machine, pair);
-        self.finished(machine, outcome)
+        finished(machine, outcome)
     }
 
     /// As [`State::encode`], and digests the new tensor itself: as [`crate::Encoder::encode_checked`], but
@@ -190,25 +193,10 @@ impl State {
         Ok(outcome)
     }
 
-    fn finished<T>(&self, machine: &dyn Machine, outcome: Result<T>) -> Result<T> {
-        // Whatever went wrong: nothing may still be reading or writing when the borrows end.
-        let finished = machine.finish();
-        let outcome = outcome?;
-        finished?;
-        Ok(outcome)
-    }
-
     fn queue(&mut self, machine: &dyn Machine, pair: Pair<'_>) -> Result<Outcome> {
         let elements = pair.element.count("base", pair.base.bytes)?;
         pair.digests.expect_elements(elements)?;
-        if pair.base.bytes != pair.new.bytes {
-            return Err(crate::error::Error::LengthMismatch {
-                what: "new tensor",
-                expected: pair.base.bytes as u64,
-                found: pair.new.bytes as u64,
-            }
-            .into());
-        }
+        expect_length("new tensor", pair.base.bytes as u64, pair.new.bytes)?;
         let report = Report {
             blocks: elements.div_ceil(BLOCK_ELEMENTS),
             segments: elements.div_ceil(BLOCK_ELEMENTS * SEGMENT_BLOCKS),
@@ -278,7 +266,7 @@ impl State {
                 .launch(element, Kernel::Digest, Grid::of(blocks), &arguments)
                 .and_then(|()| machine.download(arguments.digests, read))
         };
-        self.finished(machine, queued)?;
+        finished(machine, queued)?;
         Ok(DigestTable::from_bytes(self.checked.filled(16 * blocks))?)
     }
 

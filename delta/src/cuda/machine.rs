@@ -28,36 +28,24 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    pub(super) const ALL: [Self; 12] = [
-        Self::Sample,
-        Self::Scan,
-        Self::Digest,
-        Self::Choose,
-        Self::EmitFlat,
-        Self::Emit,
-        Self::Frame,
-        Self::Pack,
-        Self::Classify,
-        Self::Parse,
-        Self::Resolve,
-        Self::Apply,
+    /// The names of all, in their order.
+    pub(super) const NAMES: [&str; 12] = [
+        "sample",
+        "scan",
+        "digest",
+        "choose",
+        "emit_flat",
+        "emit",
+        "frame",
+        "pack",
+        "classify",
+        "parse",
+        "resolve",
+        "apply",
     ];
 
     pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Sample => "sample",
-            Self::Scan => "scan",
-            Self::Digest => "digest",
-            Self::Choose => "choose",
-            Self::EmitFlat => "emit_flat",
-            Self::Emit => "emit",
-            Self::Frame => "frame",
-            Self::Pack => "pack",
-            Self::Classify => "classify",
-            Self::Parse => "parse",
-            Self::Resolve => "resolve",
-            Self::Apply => "apply",
-        }
+        Self::NAMES[self as usize]
     }
 }
 
@@ -232,6 +220,13 @@ impl HostRoom {
     }
 }
 
+/// Waits for all that was queued, whatever went wrong: nothing may still be reading or writing when borrows end.
+pub(super) fn finished<T>(machine: &dyn Machine, queued: Result<T>) -> Result<T> {
+    let finished = machine.finish();
+    let done = queued?;
+    finished.map(|()| done)
+}
+
 /// Address of the keys of the digest that kernels look up; `kept` holds them from the first call on.
 pub(super) fn keys_on(machine: &dyn Machine, kept: &mut Option<Memory>) -> Result<u64> {
     if let Some(keys) = kept {
@@ -240,11 +235,8 @@ pub(super) fn keys_on(machine: &dyn Machine, kept: &mut Option<Memory>) -> Resul
     let bytes: Vec<u8> = DigestTable::stripe_keys().iter().flat_map(|key| key.to_le_bytes()).collect();
     let memory = machine.allocate(bytes.len())?;
     let address = memory.address();
-    // SAFETY: the memory was allocated for these bytes, which live until the wait below.
-    unsafe {
-        machine.upload(address, &bytes)?;
-    }
-    machine.finish()?;
+    // SAFETY: the memory was allocated for these bytes, which live until the wait.
+    finished(machine, unsafe { machine.upload(address, &bytes) })?;
     *kept = Some(memory);
     Ok(address)
 }

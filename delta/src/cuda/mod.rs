@@ -34,8 +34,9 @@ use std::fmt;
 use crate::choose::Profile;
 use crate::digest::DigestTable;
 use crate::element::Element;
+use crate::error::expect_length;
 use device::Device;
-use machine::{Machine, Memory, Placed};
+use machine::{Machine, Memory, Placed, finished};
 
 pub use error::{Error, Result};
 pub use machine::Pinned;
@@ -177,8 +178,7 @@ impl Codec {
         let tensor = self.room(bytes.len())?;
         // SAFETY: the memory was allocated for these bytes, which live until the wait.
         let copied = unsafe { self.machine.upload(tensor.placed.address, bytes) };
-        self.machine.finish()?;
-        copied.map(|()| tensor)
+        finished(&*self.machine, copied).map(|()| tensor)
     }
 
     /// Device memory with whatever is in it.
@@ -199,14 +199,10 @@ impl Codec {
     /// [`Error::Driver`].
     pub fn copy(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
         let (from, to) = (self.here("source", from)?, self.here("target", to)?);
-        if from.bytes != to.bytes {
-            let (expected, found) = (from.bytes as u64, to.bytes as u64);
-            return Err(crate::error::Error::LengthMismatch { what: "target", expected, found }.into());
-        }
+        expect_length("target", from.bytes as u64, to.bytes)?;
         // SAFETY: both have that many bytes, and live until the wait.
         let copied = unsafe { self.machine.copy(from.address, to.address, from.bytes) };
-        self.machine.finish()?;
-        copied
+        finished(&*self.machine, copied)
     }
 
     /// Copies a tensor back to the host.
@@ -215,14 +211,10 @@ impl Codec {
     /// [`crate::Error::LengthMismatch`] if `out` is not as long as the tensor, and [`Error::Driver`].
     pub fn download(&self, tensor: &Tensor, out: &mut [u8]) -> Result<()> {
         let placed = self.here("tensor", tensor)?;
-        if out.len() != placed.bytes {
-            let (expected, found) = (placed.bytes as u64, out.len() as u64);
-            return Err(crate::error::Error::LengthMismatch { what: "target", expected, found }.into());
-        }
+        expect_length("target", placed.bytes as u64, out.len())?;
         // SAFETY: the tensor has that many bytes, and `out` is looked at after the wait.
         let copied = unsafe { self.machine.download(placed.address, out) };
-        self.machine.finish()?;
-        copied
+        finished(&*self.machine, copied)
     }
 
     /// Pinned memory: for payloads that come in, and for tensors.

@@ -9,40 +9,13 @@ use std::arch::aarch64::*;
 use std::arch::is_aarch64_feature_detected;
 
 use super::Work;
-use super::vector::{store, with_mantissa};
+use super::vector::{Groups, store, vector_path, with_mantissa};
 use crate::element::Element;
 use crate::scan::PLANES;
 
-/// Proof that NEON is there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Neon(());
-
-impl Neon {
-    pub(super) fn detect() -> Option<Self> {
-        is_aarch64_feature_detected!("neon").then_some(Self(()))
-    }
-
-    /// `base` and `new` are whole groups.
-    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
-        // SAFETY: `self` proves the feature.
-        unsafe { changed(size, base, new, masks) }
-    }
-
-    /// `base` is whole groups, no more than there are rows.
-    pub(super) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
-        // SAFETY: `self` proves the feature.
-        unsafe { planes_as(element, base, first, last, planes) }
-    }
-
-    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
-        // SAFETY: `self` proves the feature.
-        unsafe { run(work) }
-    }
-}
-
-#[target_feature(enable = "neon")]
-fn run<W: Work>(work: W) -> W::Output {
-    work.run()
+vector_path! {
+    /// Proof that NEON is there.
+    Neon("neon", changed, planes_as): is_aarch64_feature_detected!("neon")
 }
 
 /// Vector `index` of `bytes`.
@@ -94,8 +67,7 @@ fn bits(bytes: [uint8x16_t; 4]) -> u64 {
 }
 
 #[target_feature(enable = "neon")]
-fn changed(size: usize, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
-    let groups = base.chunks_exact(64 * size).zip(new.chunks_exact(64 * size));
+fn changed(size: usize, groups: Groups<'_>, masks: &mut [u64]) -> bool {
     let mut any = 0;
     for ((base, new), mask) in groups.zip(masks) {
         let words = |i| vceqq_u16(load_words(base, i), load_words(new, i));

@@ -8,88 +8,30 @@
 use std::arch::x86_64::*;
 
 use super::Work;
-use super::vector::{store, with_mantissa};
+use super::vector::{Groups, store, vector_path, with_mantissa};
 use crate::element::Element;
 use crate::scan::PLANES;
 
-/// Proof that AVX2, BMI and POPCNT are there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Avx2(());
-
-/// Proof that AVX-512 F, BW, DQ, VL and VPOPCNTDQ are there, and all of [`Avx2`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Avx512(());
-
-impl Avx2 {
-    pub(super) fn detect() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx2")
+vector_path! {
+    /// Proof that AVX2, BMI and POPCNT are there.
+    Avx2("avx2,bmi1,bmi2,lzcnt,popcnt", changed_avx2, planes_avx2):
+        is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("bmi1")
             && is_x86_feature_detected!("bmi2")
             && is_x86_feature_detected!("lzcnt")
-            && is_x86_feature_detected!("popcnt");
-        found.then_some(Self(()))
-    }
-
-    /// `base` and `new` are whole groups.
-    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
-        let groups = base.chunks_exact(64 * size).zip(new.chunks_exact(64 * size));
-        // SAFETY: `self` proves the features.
-        unsafe { changed_avx2(size, groups, masks) }
-    }
-
-    /// `base` is whole groups, no more than there are rows.
-    pub(super) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
-        // SAFETY: `self` proves the features.
-        unsafe { planes_avx2(element, base, first, last, planes) }
-    }
-
-    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
-        // SAFETY: `self` proves the features.
-        unsafe { run_avx2(work) }
-    }
+            && is_x86_feature_detected!("popcnt")
 }
 
-impl Avx512 {
-    pub(super) fn detect() -> Option<Self> {
-        let found = Avx2::detect().is_some()
+vector_path! {
+    /// Proof that AVX-512 F, BW, DQ, VL and VPOPCNTDQ are there, and all of [`Avx2`].
+    Avx512("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,bmi1,bmi2,lzcnt,popcnt", changed_avx512, planes_avx512):
+        Avx2::detect().is_some()
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512vpopcntdq");
-        found.then_some(Self(()))
-    }
-
-    /// As [`Avx2::changed`].
-    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
-        let groups = base.chunks_exact(64 * size).zip(new.chunks_exact(64 * size));
-        // SAFETY: `self` proves the features.
-        unsafe { changed_avx512(size, groups, masks) }
-    }
-
-    /// As [`Avx2::planes`].
-    pub(super) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
-        // SAFETY: `self` proves the features.
-        unsafe { planes_avx512(element, base, first, last, planes) }
-    }
-
-    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
-        // SAFETY: `self` proves the features.
-        unsafe { run_avx512(work) }
-    }
+            && is_x86_feature_detected!("avx512vpopcntdq")
 }
-
-#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-fn run_avx2<W: Work>(work: W) -> W::Output {
-    work.run()
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,bmi1,bmi2,lzcnt,popcnt")]
-fn run_avx512<W: Work>(work: W) -> W::Output {
-    work.run()
-}
-
-type Groups<'a> = std::iter::Zip<std::slice::ChunksExact<'a, u8>, std::slice::ChunksExact<'a, u8>>;
 
 /// Vector `index` of `bytes`.
 #[inline]
