@@ -1,29 +1,20 @@
 //! From a record in the producer's memory to one in the log, whichever process owns the log.
 
 use crate::error::{Error, Result};
-use crate::layout::body::Plan;
+use crate::layout::body::{self, Plan};
 use crate::reservation::{Ack, Pending, Reservation};
 use crate::sample::{ColumnId, Element, Kind, Sample, Shape};
 
 /// The shape that a record needs.
 pub(crate) fn shape(sample: &Sample<'_>) -> Result<Shape> {
-    let response = sample.tokens.len().checked_sub(sample.prompt_len).ok_or_else(|| Error::Invalid {
-        what: "prompt length",
-        expected: format!("at most {} tokens", sample.tokens.len()),
-        found: sample.prompt_len.to_string(),
-    })?;
-    let fits = |length: usize| length == response || sample.kind == Kind::Prompt && length == 0;
-    for (what, length) in [("log-probs", sample.log_probs.len()), ("loss mask", sample.loss_mask.len())] {
-        if !fits(length) {
-            let expected = format!("one for each of {response} response tokens");
-            return Err(Error::Invalid { what, expected, found: length.to_string() });
-        }
-    }
+    let lengths = [sample.tokens.len(), sample.log_probs.len(), sample.loss_mask.len()];
+    // The spans are checked with the record.
+    body::check(sample.kind, sample.prompt_len, lengths, &[])
+        .map_err(|(what, expected, found)| Error::invalid(what, expected, found))?;
     for (_, element, bytes) in sample.extra {
         if !bytes.len().is_multiple_of(element.size()) {
             let expected = format!("whole elements of {} bytes", element.size());
-            let found = format!("{} bytes", bytes.len());
-            return Err(Error::Invalid { what: "extra column", expected, found });
+            return Err(Error::invalid("extra column", expected, format!("{} bytes", bytes.len())));
         }
     }
     let extra =
@@ -31,7 +22,7 @@ pub(crate) fn shape(sample: &Sample<'_>) -> Result<Shape> {
     Ok(Shape {
         kind: sample.kind,
         prompt: sample.prompt_len,
-        response,
+        response: sample.tokens.len() - sample.prompt_len,
         spans: sample.spans.len(),
         engine: sample.engine.len(),
         metadata: sample.metadata.len(),
@@ -68,11 +59,7 @@ pub(crate) fn all(
 
 /// Where the columns of a record of this shape go.
 pub(crate) fn plan(shape: &Shape) -> Result<Plan> {
-    let invalid = |found: String| Error::Invalid {
-        what: "record shape",
-        expected: "sizes that fit a segment".into(),
-        found,
-    };
+    let invalid = |found: String| Error::invalid("record shape", "sizes that fit a segment", found);
     let tokens = shape.prompt.checked_add(shape.response).ok_or_else(|| invalid(format!("{shape:?}")))?;
     if u32::try_from(tokens).is_err() {
         return Err(invalid(format!("{tokens} tokens")));

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::cursor;
+use crate::damage::Faults;
 pub use crate::damage::{Damage, Recovery, Severity};
 use crate::error::Result;
 use crate::files::read_mode;
@@ -150,9 +151,10 @@ pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
     index.complete();
     let mut report = Report { damage: recovery.damage, ..Report::default() };
     for loaded in index.segments() {
-        let path = storage.path(&loaded.segment.name);
         if loaded.sealed_us.is_some() {
-            verify_sealed(&path, loaded, &mut report);
+            let mut faults = Faults::of(storage.path(&loaded.segment.name));
+            verify_sealed(loaded, &mut faults);
+            report.damage.append(&mut faults.found);
             loaded.segment.map.let_go();
         }
         let records = loaded.entries.iter().filter(|entry| entry.state == EntryState::Record);
@@ -163,9 +165,9 @@ pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
     }
     for (name, position) in cursor::all(storage)? {
         if position.is_none() {
-            let path = storage.path(&format!("cursor-{name}"));
-            let what = "cursor";
-            report.damage.push(Damage { path, offset: 0, position: None, severity: Severity::Corrupt, what });
+            let mut faults = Faults::of(storage.path(&format!("cursor-{name}")));
+            faults.note(0, None, Severity::Corrupt, "cursor");
+            report.damage.append(&mut faults.found);
         }
     }
     Ok(report)
@@ -173,55 +175,44 @@ pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
 
 /// Checks the frames of a sealed segment against its table, and that nothing was written where nothing
 /// belongs.
-fn verify_sealed(path: &Path, loaded: &Loaded, report: &mut Report) {
+fn verify_sealed(loaded: &Loaded, faults: &mut Faults) {
     let segment = &loaded.segment;
     let first = segment.header.first;
-    let mut damage = |offset: usize, position: Option<u64>, severity, what| {
-        let (path, position) = (path.to_owned(), position.map(Position));
-        report.damage.push(Damage { path, offset: offset as u64, position, severity, what });
-    };
     if let End::Sealed(trailer) = segment::read_end(&segment.map, &segment.header)
         && segment::table(segment, &trailer).is_none()
     {
         let what = "index table; the segment was scanned instead";
-        damage(trailer.table as usize, None, Severity::Redundant, what);
+        faults.note(trailer.table as usize, None, Severity::Redundant, what);
     }
     for (index, entry) in loaded.entries.iter().enumerate() {
         let sequence = first + index as u64;
-        match verify_entry(segment, sequence, entry) {
-            Ok(()) => {}
-            Err(what) => damage(entry.offset as usize, Some(sequence), Severity::Corrupt, what),
+        if let Err(what) = verify_entry(segment, sequence, entry) {
+            faults.note(entry.offset as usize, Some(sequence), Severity::Corrupt, what);
         }
     }
     let end = loaded.entries.last().map_or(HEADER_PAGE, |last| (last.offset + last.bytes) as usize);
     let unused = end + loaded.entries.len() * ENTRY;
     let trailer = (segment.header.capacity as usize).saturating_sub(TRAILER);
     if unused < trailer && !segment.map.is_zero(unused..trailer) {
-        damage(unused, None, Severity::Redundant, "unused bytes before the trailer");
+        faults.note(unused, None, Severity::Redundant, "unused bytes before the trailer");
     }
 }
 
 fn verify_entry(segment: &Segment, sequence: u64, entry: &Entry) -> std::result::Result<(), &'static str> {
-    let offset = entry.offset as usize;
-    let limit = scan::frames_end(&segment.map, &segment.header);
     match entry.state {
-        EntryState::Torn => Ok(()),
-        EntryState::Corrupt => Err("record that was lost when the segment was sealed"),
-        EntryState::Void | EntryState::Record => match segment.map.header(offset, segment.header.salt, limit)
-        {
-            Peek::Frame(frame) if frame.sequence != sequence || frame.bytes != entry.bytes => {
-                Err("record header")
-            }
-            Peek::Frame(frame)
-                if frame.state == FrameState::Committed && entry.state == EntryState::Record =>
-            {
-                scan::entry_of(&segment.map, segment.header.salt, &frame).map(|_| ())
-            }
-            // The header that gives it up need not have been stored: see the ledger.
-            Peek::Frame(frame) if frame.state != FrameState::Committed && entry.state == EntryState::Void => {
-                Ok(())
-            }
-            _ => Err("record header"),
-        },
+        EntryState::Torn => return Ok(()),
+        EntryState::Corrupt => return Err("record that was lost when the segment was sealed"),
+        EntryState::Void | EntryState::Record => {}
     }
+    let (salt, limit) = (segment.header.salt, scan::frames_end(&segment.map, &segment.header));
+    let Peek::Frame(frame) = segment.map.header(entry.offset as usize, salt, limit) else {
+        return Err("record header");
+    };
+    let committed = frame.state == FrameState::Committed;
+    // A header that gives a record up need not have been stored: see the ledger.
+    let expected = entry.state == EntryState::Record;
+    if frame.sequence != sequence || frame.bytes != entry.bytes || committed != expected {
+        return Err("record header");
+    }
+    if committed { scan::entry_of(&segment.map, salt, &frame).map(drop) } else { Ok(()) }
 }

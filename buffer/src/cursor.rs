@@ -26,8 +26,8 @@ impl Cursor {
     pub(crate) fn open(shared: Arc<Shared>, name: &str) -> Result<Self> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if name.is_empty() || name.len() > 64 || !name.bytes().all(allowed) {
-            let expected = "1 to 64 of A-Z a-z 0-9 . _ -".to_owned();
-            return Err(Error::Invalid { what: "cursor name", expected, found: format!("`{name}`") });
+            let found = format!("`{name}`");
+            return Err(Error::invalid("cursor name", "1 to 64 of A-Z a-z 0-9 . _ -", found));
         }
         let position = read(&*shared.storage, &format!("{PREFIX}{name}"), &shared.options().identity)?;
         Ok(Self { shared, name: name.to_owned(), position: position.unwrap_or_default() })
@@ -50,7 +50,7 @@ impl Cursor {
         let end = Position(self.shared.lock().ledger.visible());
         if position > end {
             let expected = format!("at most {end}, the end of the durable records");
-            return Err(Error::Invalid { what: "cursor position", expected, found: position.to_string() });
+            return Err(Error::invalid("cursor position", expected, position));
         }
         self.shared.check_owner()?;
         let file = format!("{PREFIX}{}", self.name);

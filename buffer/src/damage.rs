@@ -43,3 +43,26 @@ pub struct Recovery {
     /// [`crate::check::verify`] checks everything.
     pub damage: Vec<Damage>,
 }
+
+/// What is wrong with one file.
+pub(crate) struct Faults {
+    pub(crate) path: PathBuf,
+    pub(crate) found: Vec<Damage>,
+}
+
+impl Faults {
+    pub(crate) fn of(path: PathBuf) -> Self {
+        Self { path, found: Vec::new() }
+    }
+
+    pub(crate) fn note(
+        &mut self,
+        offset: usize,
+        position: Option<u64>,
+        severity: Severity,
+        what: &'static str,
+    ) {
+        let (path, offset, position) = (self.path.clone(), offset as u64, position.map(Position));
+        self.found.push(Damage { path, offset, position, severity, what });
+    }
+}

@@ -164,4 +164,8 @@ impl Error {
         let path = path.into();
         move |source| Self::Io { action, path, source }
     }
+
+    pub(crate) fn invalid(what: &'static str, expected: impl Into<String>, found: impl ToString) -> Self {
+        Self::Invalid { what, expected: expected.into(), found: found.to_string() }
+    }
 }

@@ -7,11 +7,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use arrow_array::builder::{
-    BinaryBuilder, Float32Builder, Int32Builder, ListBuilder, StringBuilder, UInt8Builder, UInt16Builder,
-    UInt32Builder, UInt64Builder,
+    ArrayBuilder, BinaryBuilder, Float32Builder, Int32Builder, ListBuilder, StringBuilder, UInt8Builder,
+    UInt16Builder, UInt32Builder, UInt64Builder,
 };
-use arrow_array::{ArrayRef, RecordBatch};
-use arrow_schema::{ArrowError, DataType, Field, Schema, SchemaRef};
+use arrow_array::types::{Float32Type, UInt32Type, UInt64Type};
+use arrow_array::{ArrayRef, ArrowPrimitiveType, BinaryArray, PrimitiveArray, RecordBatch, StringArray};
+use arrow_schema::{ArrowError, DataType, Field, Schema};
 use parquet::arrow::ArrowWriter;
 
 use crate::error::{Error, Result};
@@ -19,8 +20,7 @@ use crate::position::hex;
 use crate::position::{Identity, Position};
 use crate::reader::Reader;
 use crate::record::Record;
-use crate::sample::{ColumnId, Kind};
-use crate::sample::{Finish, PromptState};
+use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, VersionSpan};
 
 /// A batch ends with the record that makes it this large.
 const BATCH_BYTES: usize = 32 << 20;
@@ -62,9 +62,9 @@ pub fn export_arrow(
     out: impl Write,
 ) -> Result<Exported> {
     let failed = failed("Arrow IPC");
-    let schema = schema(reader.identity(), texts.names);
+    let schema = Rows::default().batch(reader.identity(), texts.names)?.schema();
     let mut writer = arrow_ipc::writer::FileWriter::try_new_buffered(out, &schema).map_err(&failed)?;
-    let exported = batches(reader, positions, texts, &schema, |batch| writer.write(&batch).map_err(&failed))?;
+    let exported = batches(reader, positions, texts, |batch| writer.write(&batch).map_err(&failed))?;
     writer.finish().map_err(&failed)?;
     Ok(exported)
 }
@@ -82,9 +82,9 @@ pub fn export_parquet(
 ) -> Result<Exported> {
     let failed =
         |error: parquet::errors::ParquetError| Error::Export { format: "Parquet", cause: error.to_string() };
-    let schema = schema(reader.identity(), texts.names);
-    let mut writer = ArrowWriter::try_new(out, Arc::clone(&schema), None).map_err(failed)?;
-    let exported = batches(reader, positions, texts, &schema, |batch| {
+    let schema = Rows::default().batch(reader.identity(), texts.names)?.schema();
+    let mut writer = ArrowWriter::try_new(out, schema, None).map_err(failed)?;
+    let exported = batches(reader, positions, texts, |batch| {
         writer.write(&batch).and_then(|()| writer.flush()).map_err(failed)
     })?;
     writer.close().map_err(failed)?;
@@ -109,11 +109,10 @@ fn batches(
     reader: &Reader,
     positions: Range<Position>,
     texts: TextColumns<'_>,
-    schema: &SchemaRef,
     mut write: impl FnMut(RecordBatch) -> Result<()>,
 ) -> Result<Exported> {
     let mut exported = Exported::default();
-    let (mut columns, mut bytes) = (Columns::new(texts), 0);
+    let (mut rows, mut bytes) = (Rows::default(), 0);
     let mut records = reader.iter(positions.start);
     while let Some(record) = records.next() {
         if records.position() > positions.end {
@@ -127,165 +126,122 @@ fn batches(
             }
             Err(error) => return Err(error),
         };
-        columns.push(&record);
         exported.records += 1;
-        bytes += record.log_bytes() + columns.push_texts(texts, &record);
+        let made = (texts.of)(&record);
+        bytes += record.log_bytes() + made.iter().flatten().map(String::len).sum::<usize>();
+        rows.records.push(record);
+        rows.texts.push(made);
         if bytes >= BATCH_BYTES {
-            write(std::mem::replace(&mut columns, Columns::new(texts)).finish(schema)?)?;
+            write(std::mem::take(&mut rows).batch(reader.identity(), texts.names)?)?;
             bytes = 0;
         }
     }
     if bytes > 0 {
-        write(columns.finish(schema)?)?;
+        write(rows.batch(reader.identity(), texts.names)?)?;
     }
     Ok(exported)
 }
 
-fn schema(identity: Option<&Identity>, texts: &[&str]) -> SchemaRef {
-    let list = |name: &str, element| {
-        Field::new(name, DataType::List(Arc::new(Field::new_list_field(element, true))), false)
-    };
-    let one = |name: &str, element| Field::new(name, element, false);
-    let mut fields = vec![
-        one("position", DataType::UInt64),
-        one("kind", DataType::Utf8),
-        one("sample_id", DataType::UInt64),
-        one("group_id", DataType::UInt64),
-        one("rollout_id", DataType::UInt64),
-        one("reward", DataType::Float32),
-        one("status", DataType::Utf8),
-        one("clock_us", DataType::UInt64),
-        one("prompt_len", DataType::UInt32),
-        list("tokens", DataType::Int32),
-        list("log_probs", DataType::Float32),
-        list("loss_mask", DataType::UInt8),
-        list("span_version", DataType::UInt64),
-        list("span_start", DataType::UInt32),
-        list("span_end", DataType::UInt32),
-        one("engine", DataType::Utf8),
-        one("metadata", DataType::Binary),
-        list("extra_id", DataType::UInt16),
-        list("extra_element", DataType::Utf8),
-        list("extra_bytes", DataType::Binary),
-    ];
-    fields.extend(texts.iter().map(|name| Field::new(*name, DataType::Utf8, true)));
-    let metadata = identity.map(|identity| {
-        HashMap::from([
-            ("run_id".to_owned(), hex(&identity.run_id)),
-            ("model".to_owned(), identity.model.clone()),
-            ("tokenizer_digest".to_owned(), hex(&identity.tokenizer_digest)),
-        ])
-    });
-    Arc::new(Schema::new(fields).with_metadata(metadata.unwrap_or_default()))
-}
-
-/// The fields of [`schema`], in its order.
+/// Records of one batch, and the texts of each.
 #[derive(Default)]
-struct Columns {
-    position: UInt64Builder,
-    kind: StringBuilder,
-    sample_id: UInt64Builder,
-    group_id: UInt64Builder,
-    rollout_id: UInt64Builder,
-    reward: Float32Builder,
-    status: StringBuilder,
-    clock_us: UInt64Builder,
-    prompt_len: UInt32Builder,
-    tokens: ListBuilder<Int32Builder>,
-    log_probs: ListBuilder<Float32Builder>,
-    loss_mask: ListBuilder<UInt8Builder>,
-    span_version: ListBuilder<UInt64Builder>,
-    span_start: ListBuilder<UInt32Builder>,
-    span_end: ListBuilder<UInt32Builder>,
-    engine: StringBuilder,
-    metadata: BinaryBuilder,
-    extra_id: ListBuilder<UInt16Builder>,
-    extra_element: ListBuilder<StringBuilder>,
-    extra_bytes: ListBuilder<BinaryBuilder>,
-    texts: Vec<StringBuilder>,
+struct Rows {
+    records: Vec<Record>,
+    texts: Vec<Vec<Option<String>>>,
 }
 
-impl Columns {
-    fn new(texts: TextColumns<'_>) -> Self {
-        Columns { texts: texts.names.iter().map(|_| StringBuilder::new()).collect(), ..Columns::default() }
+impl Rows {
+    fn batch(&self, identity: Option<&Identity>, names: &[&str]) -> Result<RecordBatch> {
+        let own = self.columns();
+        let text = |at: usize| self.texts.iter().map(move |texts| texts.get(at).and_then(Option::as_deref));
+        let texts = (0..names.len()).map(|at| Arc::new(text(at).collect::<StringArray>()) as ArrayRef);
+        let mut fields: Vec<Field> =
+            own.iter().map(|(name, column)| Field::new(*name, column.data_type().clone(), false)).collect();
+        fields.extend(names.iter().map(|name| Field::new(*name, DataType::Utf8, true)));
+        let metadata = identity.map(|identity| {
+            HashMap::from([
+                ("run_id".to_owned(), hex(&identity.run_id)),
+                ("model".to_owned(), identity.model.clone()),
+                ("tokenizer_digest".to_owned(), hex(&identity.tokenizer_digest)),
+            ])
+        });
+        let schema = Schema::new(fields).with_metadata(metadata.unwrap_or_default());
+        let columns = own.into_iter().map(|(_, column)| column).chain(texts).collect();
+        RecordBatch::try_new(Arc::new(schema), columns).map_err(failed("Arrow"))
     }
 
-    /// Adds a record's texts, and answers how many bytes they have.
-    fn push_texts(&mut self, texts: TextColumns<'_>, record: &Record) -> usize {
-        let mut made = (texts.of)(record).into_iter();
-        let mut push = |column: &mut StringBuilder| {
-            let text = made.next().flatten();
-            column.append_option(text.as_deref());
-            text.map_or(0, |text| text.len())
+    /// The log's own columns, by name.
+    fn columns(&self) -> [(&'static str, ArrayRef); 20] {
+        let rows = &self.records[..];
+        let metadata = BinaryArray::from_iter_values(rows.iter().map(Record::metadata));
+        let versions = lists::<UInt64Builder>(rows, |row, list| {
+            list.extend(row.spans().iter().map(|span| Some(span.version)));
+        });
+        let bounds = |of: fn(&VersionSpan) -> u32| {
+            lists::<UInt32Builder>(rows, |row, list| list.extend(row.spans().iter().map(of).map(Some)))
         };
-        self.texts.iter_mut().map(&mut push).sum()
+        [
+            ("position", numbers::<UInt64Type>(rows, |row| row.position().0)),
+            ("kind", words(rows, |row| kind(row.kind()))),
+            ("sample_id", numbers::<UInt64Type>(rows, |row| row.scalars().sample_id)),
+            ("group_id", numbers::<UInt64Type>(rows, |row| row.scalars().group_id)),
+            ("rollout_id", numbers::<UInt64Type>(rows, |row| row.scalars().rollout_id)),
+            ("reward", numbers::<Float32Type>(rows, |row| row.scalars().reward)),
+            ("status", words(rows, status)),
+            ("clock_us", numbers::<UInt64Type>(rows, |row| row.scalars().clock_us)),
+            // The format's own field has 32 bits.
+            ("prompt_len", numbers::<UInt32Type>(rows, |row| row.prompt_len() as u32)),
+            ("tokens", lists::<Int32Builder>(rows, |row, list| list.append_slice(row.tokens()))),
+            ("log_probs", lists::<Float32Builder>(rows, |row, list| list.append_slice(row.log_probs()))),
+            ("loss_mask", lists::<UInt8Builder>(rows, |row, list| list.append_slice(row.loss_mask()))),
+            ("span_version", versions),
+            ("span_start", bounds(|span| span.start)),
+            ("span_end", bounds(|span| span.end)),
+            ("engine", words(rows, Record::engine)),
+            ("metadata", Arc::new(metadata)),
+            (
+                "extra_id",
+                lists::<UInt16Builder>(rows, |row, list| list.extend(extra(row).map(|(id, ..)| Some(id.0)))),
+            ),
+            (
+                "extra_element",
+                lists::<StringBuilder>(rows, |row, list| {
+                    list.extend(extra(row).map(|(_, of, _)| Some(format!("{of:?}").to_lowercase())))
+                }),
+            ),
+            (
+                "extra_bytes",
+                lists::<BinaryBuilder>(rows, |row, list| {
+                    list.extend(extra(row).map(|(.., bytes)| Some(bytes)))
+                }),
+            ),
+        ]
     }
+}
 
-    fn push(&mut self, record: &Record) {
-        let scalars = record.scalars();
-        self.position.append_value(record.position().0);
-        self.kind.append_value(kind(record.kind()));
-        self.sample_id.append_value(scalars.sample_id);
-        self.group_id.append_value(scalars.group_id);
-        self.rollout_id.append_value(scalars.rollout_id);
-        self.reward.append_value(scalars.reward);
-        self.status.append_value(status(record));
-        self.clock_us.append_value(scalars.clock_us);
-        // The format's own field has 32 bits.
-        self.prompt_len.append_value(record.prompt_len() as u32);
-        self.tokens.values().append_slice(record.tokens());
-        self.tokens.append(true);
-        self.log_probs.values().append_slice(record.log_probs());
-        self.log_probs.append(true);
-        self.loss_mask.values().append_slice(record.loss_mask());
-        self.loss_mask.append(true);
-        for span in record.spans() {
-            self.span_version.values().append_value(span.version);
-            self.span_start.values().append_value(span.start);
-            self.span_end.values().append_value(span.end);
-        }
-        self.span_version.append(true);
-        self.span_start.append(true);
-        self.span_end.append(true);
-        self.engine.append_value(record.engine());
-        self.metadata.append_value(record.metadata());
-        for id in record.columns().filter(|id| !OWN.contains(id)) {
-            let Some((element, bytes)) = record.column(id) else { continue };
-            self.extra_id.values().append_value(id.0);
-            self.extra_element.values().append_value(format!("{element:?}").to_lowercase());
-            self.extra_bytes.values().append_value(bytes);
-        }
-        self.extra_id.append(true);
-        self.extra_element.append(true);
-        self.extra_bytes.append(true);
-    }
+/// A column of one number a record.
+fn numbers<T: ArrowPrimitiveType>(rows: &[Record], of: impl Fn(&Record) -> T::Native) -> ArrayRef {
+    Arc::new(PrimitiveArray::<T>::from_iter_values(rows.iter().map(of)))
+}
 
-    fn finish(mut self, schema: &SchemaRef) -> Result<RecordBatch> {
-        let mut columns: Vec<ArrayRef> = vec![
-            Arc::new(self.position.finish()),
-            Arc::new(self.kind.finish()),
-            Arc::new(self.sample_id.finish()),
-            Arc::new(self.group_id.finish()),
-            Arc::new(self.rollout_id.finish()),
-            Arc::new(self.reward.finish()),
-            Arc::new(self.status.finish()),
-            Arc::new(self.clock_us.finish()),
-            Arc::new(self.prompt_len.finish()),
-            Arc::new(self.tokens.finish()),
-            Arc::new(self.log_probs.finish()),
-            Arc::new(self.loss_mask.finish()),
-            Arc::new(self.span_version.finish()),
-            Arc::new(self.span_start.finish()),
-            Arc::new(self.span_end.finish()),
-            Arc::new(self.engine.finish()),
-            Arc::new(self.metadata.finish()),
-            Arc::new(self.extra_id.finish()),
-            Arc::new(self.extra_element.finish()),
-            Arc::new(self.extra_bytes.finish()),
-        ];
-        columns.extend(self.texts.iter_mut().map(|text| Arc::new(text.finish()) as ArrayRef));
-        RecordBatch::try_new(Arc::clone(schema), columns).map_err(failed("Arrow"))
+/// A column of one text a record.
+fn words<'a, S: AsRef<str>>(rows: &'a [Record], of: impl Fn(&'a Record) -> S) -> ArrayRef {
+    Arc::new(StringArray::from_iter_values(rows.iter().map(of)))
+}
+
+/// A column of one list a record.
+fn lists<B: ArrayBuilder + Default>(rows: &[Record], fill: impl Fn(&Record, &mut B)) -> ArrayRef {
+    let mut lists = ListBuilder::new(B::default());
+    for row in rows {
+        fill(row, lists.values());
+        lists.append(true);
     }
+    Arc::new(lists.finish())
+}
+
+/// The columns that have no field of their own.
+fn extra(record: &Record) -> impl Iterator<Item = (ColumnId, Element, &[u8])> {
+    let ids = record.columns().filter(|id| !OWN.contains(id));
+    ids.filter_map(|id| record.column(id).map(|(element, bytes)| (id, element, bytes)))
 }
 
 fn kind(kind: Kind) -> &'static str {

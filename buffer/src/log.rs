@@ -199,22 +199,18 @@ impl Log {
 }
 
 fn check_options(options: &Options) -> Result<()> {
-    let invalid = |what, expected: String, found: String| Err(Error::Invalid { what, expected, found });
     let model = options.identity.model.len();
     if model > Identity::MODEL_BYTES_MAX {
-        return invalid(
-            "model name",
-            format!("at most {} bytes", Identity::MODEL_BYTES_MAX),
-            format!("{model} bytes"),
-        );
+        let expected = format!("at most {} bytes", Identity::MODEL_BYTES_MAX);
+        return Err(Error::invalid("model name", expected, format!("{model} bytes")));
     }
     let sizes = 16 * PAGE..=SEGMENT_BYTES_MAX;
     if !sizes.contains(&options.segment_bytes) {
         let expected = format!("{} to {}", sizes.start(), sizes.end());
-        return invalid("segment_bytes", expected, options.segment_bytes.to_string());
+        return Err(Error::invalid("segment_bytes", expected, options.segment_bytes));
     }
     if options.sync == SyncPolicy::EveryRecords(0) {
-        return invalid("sync policy", "at least 1 record".into(), "0".into());
+        return Err(Error::invalid("sync policy", "at least 1 record", 0));
     }
     Ok(())
 }

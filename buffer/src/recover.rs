@@ -1,15 +1,13 @@
 //! Opens all segments of a log: sealed ones by their index table, the others by walking them.
 
-use std::path::PathBuf;
-
-use crate::damage::{Damage, Recovery, Severity};
+use crate::damage::{Faults, Recovery, Severity};
 use crate::error::{Error, Result};
 use crate::index::{Checked, Index, Loaded};
 use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, Peek};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER};
 use crate::map::Map;
-use crate::position::{Identity, Position};
+use crate::position::Identity;
 use crate::scan::{self, Fault, Scan, Start};
 use crate::segment::{End, Segment, read_end, seal, segment_first, segment_name, unused};
 use crate::storage::{SPARE, Storage};
@@ -149,19 +147,6 @@ fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(S
     }
 }
 
-/// What is wrong with one segment.
-struct Faults {
-    path: PathBuf,
-    found: Vec<Damage>,
-}
-
-impl Faults {
-    fn note(&mut self, offset: usize, position: Option<u64>, severity: Severity, what: &'static str) {
-        let (path, offset, position) = (self.path.clone(), offset as u64, position.map(Position));
-        self.found.push(Damage { path, offset, position, severity, what });
-    }
-}
-
 /// Opens one segment and adds it, with what is wrong with it, to `opened`. `after` is where the segment
 /// behind it starts.
 pub(crate) fn load(
@@ -172,7 +157,7 @@ pub(crate) fn load(
     opened: &mut Opened,
 ) -> Result<()> {
     let name = segment_name(first);
-    let mut faults = Faults { path: storage.path(&name), found: Vec::new() };
+    let mut faults = Faults::of(storage.path(&name));
     if opened.next > 0 && first > opened.next {
         let what = "log: the segment before this one is missing";
         faults.note(0, Some(opened.next), Severity::Corrupt, what);

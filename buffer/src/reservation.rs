@@ -168,7 +168,7 @@ impl Reservation {
         let count = |id| self.plan.column(id).map_or(0, |column| column.bytes / column.element.size());
         let lengths = [ColumnId::TOKENS, ColumnId::LOG_PROBS, ColumnId::LOSS_MASK].map(count);
         body::check(self.kind, self.prompt_len, lengths, spans)
-            .map_err(|(what, expected, found)| Error::Invalid { what, expected, found })?;
+            .map_err(|(what, expected, found)| Error::invalid(what, expected, found))?;
         let prompt_len = u32::try_from(self.prompt_len).unwrap_or(u32::MAX);
         Ok(Fixed { scalars: self.scalars, prompt_len, versions: body::versions(spans) })
     }

@@ -8,7 +8,6 @@ use crate::error::{Error, Result};
 use crate::index::{Index, Loaded};
 use crate::layout::segment::{ENTRY, EntryState};
 use crate::position::Position;
-use crate::sample::Kind;
 use crate::shared::Shared;
 
 /// What may be removed. A sealed segment goes when one of the limits says so, or, without limits, when it was
@@ -49,8 +48,7 @@ impl Shared {
         let limited =
             retention.bytes_max.is_some() || retention.age_max.is_some() || retention.version_min.is_some();
         if !limited && retention.consumed_by.is_empty() {
-            let expected = "a limit or a cursor".to_owned();
-            return Err(Error::Invalid { what: "retention", expected, found: "neither".into() });
+            return Err(Error::invalid("retention", "a limit or a cursor", "neither"));
         }
         self.check_owner()?;
         let consumed = self.consumed(&retention.consumed_by)?;
@@ -116,12 +114,8 @@ fn next(index: &Index, retention: &Retention, limited: bool, consumed: u64) -> O
 
 /// Was every sample of the segment generated before version `least`?
 fn outdated(loaded: &Loaded, least: u64) -> bool {
-    let samples = loaded
-        .entries
-        .iter()
-        .filter(|entry| entry.state == EntryState::Record && entry.kind != Kind::Prompt.code());
     // Without spans the newest version reads as 0.
-    samples.into_iter().all(|entry| entry.newest_version < least)
+    loaded.entries.iter().filter(|entry| entry.is_sample()).all(|entry| entry.newest_version < least)
 }
 
 /// Bytes of a segment's frames and table.

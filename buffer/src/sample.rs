@@ -5,7 +5,7 @@
 #[non_exhaustive]
 pub enum Kind {
     /// A finished sample, ready for training.
-    Sample,
+    Sample = 1,
     /// A generation that was interrupted: tokens, log-probs and spans so far. The next record of the same
     /// sample id continues and replaces it.
     Partial,
@@ -15,20 +15,11 @@ pub enum Kind {
 
 impl Kind {
     pub(crate) fn code(self) -> u16 {
-        match self {
-            Self::Sample => 1,
-            Self::Partial => 2,
-            Self::Prompt => 3,
-        }
+        self as u16
     }
 
     pub(crate) fn from_code(code: u16) -> Option<Self> {
-        match code {
-            1 => Some(Self::Sample),
-            2 => Some(Self::Partial),
-            3 => Some(Self::Prompt),
-            _ => None,
-        }
+        [Self::Sample, Self::Partial, Self::Prompt].into_iter().find(|kind| kind.code() == code)
     }
 }
 
@@ -64,13 +55,8 @@ impl Finish {
     /// The reason behind a stored number.
     #[must_use]
     pub fn from_code(code: u16) -> Self {
-        match code {
-            0 => Self::Unfinished,
-            1 => Self::Stop,
-            2 => Self::Length,
-            3 => Self::Abort,
-            other => Self::Other(other),
-        }
+        let known = [Self::Unfinished, Self::Stop, Self::Length, Self::Abort];
+        known.into_iter().find(|finish| finish.code() == code).unwrap_or(Self::Other(code))
     }
 }
 
@@ -103,12 +89,8 @@ impl PromptState {
     /// The state behind a stored number.
     #[must_use]
     pub fn from_code(code: u16) -> Self {
-        match code {
-            0 => Self::Waiting,
-            1 => Self::InFlight,
-            2 => Self::Done,
-            other => Self::Other(other),
-        }
+        let known = [Self::Waiting, Self::InFlight, Self::Done];
+        known.into_iter().find(|state| state.code() == code).unwrap_or(Self::Other(code))
     }
 }
 
@@ -147,7 +129,7 @@ pub struct VersionSpan {
 #[non_exhaustive]
 pub enum Element {
     /// Bytes.
-    U8,
+    U8 = 1,
     /// 16-bit unsigned.
     U16,
     /// 32-bit signed.
@@ -174,14 +156,7 @@ impl Element {
     }
 
     pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::U8 => 1,
-            Self::U16 => 2,
-            Self::I32 => 3,
-            Self::F32 => 4,
-            Self::I64 => 5,
-            Self::Span => 6,
-        }
+        self as u8
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Self> {

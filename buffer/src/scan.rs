@@ -56,12 +56,8 @@ pub(crate) fn unwritten(map: &Map, header: &SegmentHeader, start: Start, is_last
         if is_last && scan.end + (scan.entries.len() + 1) * ENTRY <= limit {
             scan.entries.push(Entry::empty(EntryState::Torn, scan.end as u64, 0));
         }
-        scan.faults.push(Fault {
-            offset,
-            sequence,
-            state: EntryState::Torn,
-            what: "bytes behind the last record",
-        });
+        let what = "bytes behind the last record";
+        scan.faults.push(Fault { offset, sequence, state: EntryState::Torn, what });
     }
     scan
 }
@@ -138,31 +134,14 @@ fn classify(map: &Map, header: &SegmentHeader, start: Start, frames: &[FrameHead
             sequence += 1;
         }
         let entry = match frame.state {
-            FrameState::Void => Entry::empty(EntryState::Void, frame.offset, frame.bytes),
-            FrameState::Committed => match entry_of(map, header.salt, frame) {
-                Ok(entry) => entry,
-                Err(what) => {
-                    scan.faults.push(Fault {
-                        offset: frame.offset as usize,
-                        sequence,
-                        state: lost(sequence),
-                        what,
-                    });
-                    Entry::empty(lost(sequence), frame.offset, frame.bytes)
-                }
-            },
-            FrameState::Reserved => {
-                let what = "record that was never committed";
-                scan.faults.push(Fault {
-                    offset: frame.offset as usize,
-                    sequence,
-                    state: EntryState::Torn,
-                    what,
-                });
-                Entry::empty(EntryState::Torn, frame.offset, frame.bytes)
-            }
+            FrameState::Void => Ok(Entry::empty(EntryState::Void, frame.offset, frame.bytes)),
+            FrameState::Committed => entry_of(map, header.salt, frame).map_err(|what| (lost(sequence), what)),
+            FrameState::Reserved => Err((EntryState::Torn, "record that was never committed")),
         };
-        scan.entries.push(entry);
+        scan.entries.push(entry.unwrap_or_else(|(state, what)| {
+            scan.faults.push(Fault { offset: frame.offset as usize, sequence, state, what });
+            Entry::empty(state, frame.offset, frame.bytes)
+        }));
         scan.end = (frame.offset + frame.bytes) as usize;
     }
     scan

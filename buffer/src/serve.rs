@@ -52,8 +52,11 @@ impl Producers {
             let mut state = shared.lock();
             shared.check(&state)?;
             if state.serving {
-                let (what, expected) = ("producers", "one `Log::serve` at a time".to_owned());
-                return Err(Error::Invalid { what, expected, found: "another one is in use".into() });
+                return Err(Error::invalid(
+                    "producers",
+                    "one `Log::serve` at a time",
+                    "another one is in use",
+                ));
             }
             state.serving = true;
         }
@@ -216,16 +219,16 @@ impl Line {
                 }
                 Ok(None)
             }
-            other => Err(invalid("message", "one of protocol 1", other.to_string())),
+            other => Err(Error::invalid("message", "one of protocol 1", other)),
         }
     }
 
     fn reserve(&mut self, kind: u64, bytes: u64) -> Result<Message> {
         let known = u16::try_from(kind).ok().and_then(Kind::from_code);
-        let kind = known.ok_or_else(|| invalid("kind of record", "1 to 3", kind.to_string()))?;
+        let kind = known.ok_or_else(|| Error::invalid("kind of record", "1 to 3", kind))?;
         let frame = usize::try_from(bytes).unwrap_or(usize::MAX);
         if !frame.is_multiple_of(ALIGN) || frame <= FRAME_HEADER {
-            return Err(invalid("frame", "a multiple of 64 bytes, more than its header", bytes.to_string()));
+            return Err(Error::invalid("frame", "a multiple of 64 bytes, more than its header", bytes));
         }
         let (segment, sequence, body) = self.shared.reserve(kind, frame, false)?;
         if let Err(error) = self.shared.name(&segment) {
@@ -241,7 +244,7 @@ impl Line {
     /// The producer has let go of the body; nothing it says about it is taken on trust.
     fn commit(&mut self, sequence: u64) -> Result<()> {
         let Some(Held { kind, segment, body }) = self.held.remove(&sequence) else {
-            return Err(invalid("position", "one that this producer has reserved", sequence.to_string()));
+            return Err(Error::invalid("position", "one that this producer has reserved", sequence));
         };
         match body::accept(kind, &body) {
             Ok((fixed, plan)) => {
@@ -251,7 +254,7 @@ impl Line {
             Err(what) => {
                 drop(body);
                 self.shared.give_up(sequence);
-                Err(invalid("record", "one that can be read", what.to_owned()))
+                Err(Error::invalid("record", "one that can be read", what))
             }
         }
     }
@@ -262,12 +265,8 @@ impl Line {
             sequence < state.ledger.next() && !state.ledger.is_reserved(sequence)
         };
         if !committed {
-            return Err(invalid("position", "one that is committed", sequence.to_string()));
+            return Err(Error::invalid("position", "one that is committed", sequence));
         }
         self.shared.sync_through(sequence)
     }
-}
-
-fn invalid(what: &'static str, expected: &str, found: String) -> Error {
-    Error::Invalid { what, expected: expected.to_owned(), found }
 }

@@ -129,11 +129,9 @@ impl Shared {
     }
 
     pub(crate) fn check(&self, state: &State) -> Result<()> {
-        match &state.poison {
-            Some(cause) => Err(Error::Poisoned { path: self.root.clone(), cause: cause.clone() }),
-            None if state.closing => {
-                Err(Error::Poisoned { path: self.root.clone(), cause: "the log was closed".into() })
-            }
+        let closed = state.closing.then_some("the log was closed");
+        match state.poison.as_deref().or(closed) {
+            Some(cause) => Err(Error::Poisoned { path: self.root.clone(), cause: cause.to_owned() }),
             None => Ok(()),
         }
     }
@@ -277,7 +275,7 @@ impl Shared {
         fixed: &Fixed,
         plan: &Plan,
     ) -> Result<()> {
-        let header = FrameHeader {
+        let mut header = FrameHeader {
             kind: kind.code(),
             state: FrameState::Committed,
             offset: body.offset() as u64,
@@ -288,24 +286,12 @@ impl Shared {
         };
         let through_file = body.goes_through_file();
         drop(body);
-        self.commit(segment, header, scan::describe(&header, fixed, plan), through_file)
-    }
-
-    fn commit(
-        &self,
-        segment: &Segment,
-        mut header: FrameHeader,
-        entry: Entry,
-        through_file: bool,
-    ) -> Result<()> {
-        let sequence = header.sequence;
+        let entry = scan::describe(&header, fixed, plan);
         let mut state = self.lock();
         self.check(&state)?;
         if !state.ledger.commit(sequence, entry) {
-            return Err(Error::Expired {
-                position: Position(sequence),
-                held: self.options.reservation_deadline,
-            });
+            let (position, held) = (Position(sequence), self.options.reservation_deadline);
+            return Err(Error::Expired { position, held });
         }
         header.durable = state.ledger.visible();
         set_header(segment, &header, through_file);

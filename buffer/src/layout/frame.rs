@@ -16,7 +16,7 @@ const MAGIC: [u8; 4] = *b"dlrF";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FrameState {
     /// Space is taken; the body is being written.
-    Reserved,
+    Reserved = 1,
     /// The body is complete and its CRC is in the header.
     Committed,
     /// The reservation was given up; the body means nothing.
@@ -56,14 +56,9 @@ pub(crate) enum Peek {
 impl FrameHeader {
     pub(crate) fn encode(&self, salt: u64) -> [u8; FRAME_HEADER] {
         let mut block = [0; FRAME_HEADER];
-        let state: u16 = match self.state {
-            FrameState::Reserved => 1,
-            FrameState::Committed => 2,
-            FrameState::Void => 3,
-        };
         put(&mut block, 0, &MAGIC);
         put(&mut block, 4, &self.kind.to_le_bytes());
-        put(&mut block, 6, &state.to_le_bytes());
+        put(&mut block, 6, &(self.state as u16).to_le_bytes());
         put(&mut block, 8, &self.offset.to_le_bytes());
         put(&mut block, 16, &self.bytes.to_le_bytes());
         put(&mut block, 24, &self.sequence.to_le_bytes());

@@ -103,9 +103,10 @@ impl SegmentHeader {
 }
 
 /// What became of a position, as the index table records it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum EntryState {
     /// Given up by its producer.
+    #[default]
     Void,
     /// A record.
     Record,
@@ -116,7 +117,7 @@ pub(crate) enum EntryState {
 }
 
 /// One position of a segment: what queries need to know without touching the record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Entry {
     pub(crate) state: EntryState,
     pub(crate) kind: u16,
@@ -140,29 +141,11 @@ impl Entry {
 
     /// An entry for a position without a record.
     pub(crate) fn empty(state: EntryState, offset: u64, bytes: u64) -> Self {
-        Self {
-            state,
-            kind: 0,
-            status: 0,
-            offset,
-            bytes,
-            tokens: 0,
-            sample: 0,
-            group: 0,
-            rollout: 0,
-            oldest_version: 0,
-            newest_version: 0,
-        }
+        Self { state, offset, bytes, ..Self::default() }
     }
 
     pub(crate) fn encode(&self) -> [u8; ENTRY] {
         let mut block = [0; ENTRY];
-        let state: u16 = match self.state {
-            EntryState::Void => 0,
-            EntryState::Record => 1,
-            EntryState::Torn => 2,
-            EntryState::Corrupt => 3,
-        };
         // Frames are multiples of 64 bytes and segments stay below 2^38, so this never truncates.
         let units = u32::try_from(self.bytes / super::ALIGN as u64).unwrap_or(u32::MAX);
         put(&mut block, 0, &self.offset.to_le_bytes());
@@ -174,7 +157,7 @@ impl Entry {
         put(&mut block, 48, &units.to_le_bytes());
         put(&mut block, 52, &self.tokens.to_le_bytes());
         put(&mut block, 56, &self.kind.to_le_bytes());
-        put(&mut block, 58, &state.to_le_bytes());
+        put(&mut block, 58, &(self.state as u16).to_le_bytes());
         put(&mut block, 60, &self.status.to_le_bytes());
         block
     }
