@@ -57,17 +57,13 @@ impl Process {
 
     /// Waits for what the process brings about; one that ends instead fails the test.
     pub fn brings<T>(&mut self, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-        let begun = Instant::now();
-        loop {
+        until(what, || {
             // Asked for before the look: its last deed may be what is waited for.
             let ended = self.ended();
-            if let Some(value) = look() {
-                return value;
-            }
-            assert!(ended.is_none(), "{ended:?} before {what}");
-            assert!(begun.elapsed() < LONG, "no {what}");
-            thread::sleep(Duration::from_millis(1));
-        }
+            let value = look();
+            assert!(value.is_some() || ended.is_none(), "{ended:?} before {what}");
+            value
+        })
     }
 
     /// How it ended, if it has.
@@ -77,20 +73,24 @@ impl Process {
 
     /// Waits for its end, which has to be a success.
     pub fn succeed(mut self) {
-        let begun = Instant::now();
-        let status = loop {
-            if let Some(status) = self.ended() {
-                break status;
-            }
-            assert!(begun.elapsed() < LONG, "it does not end");
-            thread::sleep(Duration::from_millis(1));
-        };
+        let status = until("end of it", || self.ended());
         assert!(status.success(), "{status}: {:#?}", self.lines.iter().collect::<Vec<_>>());
     }
 
     /// Ends it by SIGKILL.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
+    }
+}
+
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let begun = Instant::now();
+    loop {
+        if let Some(value) = look() {
+            return value;
+        }
+        assert!(begun.elapsed() < LONG, "no {what}");
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -45,12 +45,8 @@ impl Weights {
     pub fn small(seed: u64) -> Self {
         let mut random = Random(seed);
         let mut weights = Self::default();
-        weights.set(
-            "a.embed",
-            Dtype::Bf16,
-            &[96, 32],
-            |i| if i % 2 == 0 { random.next() as u8 } else { 0x3c },
-        );
+        let half = |i| if i % 2 == 0 { random.next() as u8 } else { 0x3c };
+        weights.set("a.embed", Dtype::Bf16, &[96, 32], half);
         let tied = weights.bytes[0].clone();
         weights.set("b.head", Dtype::Bf16, &[96, 32], |i| tied[i]);
         weights.set("c.empty", Dtype::F32, &[0, 4], |_| 0);
@@ -78,15 +74,19 @@ impl Weights {
 
     /// Takes a tensor out.
     pub fn remove(&mut self, name: &str) {
-        let index = self.infos.iter().position(|info| info.name == name).unwrap();
+        let index = self.index(name).unwrap();
         self.infos.remove(index);
         self.bytes.remove(index);
     }
 
     /// A tensor's bytes.
     pub fn tensor_mut(&mut self, name: &str) -> &mut Vec<u8> {
-        let index = self.infos.iter().position(|info| info.name == name).unwrap();
+        let index = self.index(name).unwrap();
         &mut self.bytes[index]
+    }
+
+    fn index(&self, name: &str) -> Option<usize> {
+        self.infos.iter().position(|info| info.name == name)
     }
 
     /// Adds or replaces an auxiliary file.
@@ -99,15 +99,12 @@ impl Weights {
     /// One optimiser step: flips low bits of about one byte in `every`, and keeps the tied pair tied.
     pub fn step(&mut self, seed: u64, every: u64) {
         let mut random = Random(seed);
-        for bytes in &mut self.bytes {
-            for byte in bytes {
-                if random.next().is_multiple_of(every) {
-                    *byte ^= 1;
-                }
+        for byte in self.bytes.iter_mut().flatten() {
+            if random.next().is_multiple_of(every) {
+                *byte ^= 1;
             }
         }
-        let index = |name: &str| self.infos.iter().position(|info| info.name == name);
-        if let (Some(embed), Some(head)) = (index("a.embed"), index("b.head")) {
+        if let (Some(embed), Some(head)) = (self.index("a.embed"), self.index("b.head")) {
             self.bytes[head] = self.bytes[embed].clone();
         }
     }

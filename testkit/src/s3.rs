@@ -89,7 +89,7 @@ async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> R
     let Ok(body) = axum::body::to_bytes(body, 1 << 30).await else { return refuse(400, "IncompleteBody") };
     let query: BTreeMap<String, String> =
         url::form_urlencoded::parse(parts.uri.query().unwrap_or_default().as_bytes()).into_owned().collect();
-    let path = percent(parts.uri.path());
+    let path = percent_encoding::percent_decode_str(parts.uri.path()).decode_utf8_lossy();
     let key = path.strip_prefix("/bucket").unwrap_or_default().trim_start_matches('/').to_owned();
     let kind = if query.contains_key("partNumber") { "PUT part" } else { parts.method.as_str() };
     let (fault, response) = {
@@ -240,21 +240,6 @@ fn refuse(status: u16, code: &str) -> Response {
 fn first_and_last(range: &str) -> Option<(usize, usize)> {
     let (first, last) = range.strip_prefix("bytes=")?.split_once('-')?;
     Some((first.parse().ok()?, last.parse().ok()?))
-}
-
-/// A path without its escapes; what is none stays as it is.
-fn percent(path: &str) -> String {
-    let mut bytes = Vec::new();
-    let mut rest = path.as_bytes();
-    while let Some((&byte, tail)) = rest.split_first() {
-        let escaped = tail.split_at_checked(2).filter(|_| byte == b'%').and_then(|(digits, behind)| {
-            Some((u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?, behind))
-        });
-        let (byte, behind) = escaped.unwrap_or((byte, tail));
-        bytes.push(byte);
-        rest = behind;
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::sglang::end_connection;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
@@ -38,7 +39,7 @@ pub enum Fault {
 }
 
 /// What the server is and has seen.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Server {
     /// The directory that it was started with.
     pub root: PathBuf,
@@ -85,17 +86,8 @@ impl Vllm {
             root: root.into(),
             weights: Some(digest(root)),
             label: "default".into(),
-            paused: false,
             dev_mode: true,
-            backend: false,
-            told: None,
-            updating: false,
-            calls: Vec::new(),
-            generations: Vec::new(),
-            truths: BTreeMap::new(),
-            lies: Vec::new(),
-            faults: BTreeMap::new(),
-            changed: Arc::default(),
+            ..Server::default()
         };
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -183,11 +175,6 @@ async fn answer(State(server): State<Shared>, method: Method, uri: Uri, body: By
     server.changed.notify_waiters();
     drop(server);
     if half { end_connection() } else { response }
-}
-
-/// Not a panic that is reported: its backtrace takes longer than the deadlines that tests are about.
-fn end_connection() -> Response {
-    std::panic::resume_unwind(Box::new("the connection ends here, as the test wants"))
 }
 
 impl Server {

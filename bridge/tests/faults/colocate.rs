@@ -85,7 +85,7 @@ impl Scene {
     fn holds(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
         let engine = self.engine.fake.engine();
-        assert!(!engine.is_paused() && !engine.pushes.session_open());
+        assert!(!engine.is_paused() && !engine.pushes.session);
         assert!(engine.memory.released.is_empty(), "{:?}", engine.memory.released);
         assert_eq!(engine.memory.death, None);
     }
@@ -197,7 +197,7 @@ fn follower_that_dies_in_between_leaves_it_to_the_next() {
                 engine.set_label(label.replace('L', "0123456789ab:7"));
                 engine.memory.released = released.iter().map(|tag| (*tag).to_owned()).collect();
                 if session {
-                    engine.pushes.leave_session_open();
+                    engine.pushes.session = true;
                 }
             }
             assert_eq!(scene.activator.serving().unwrap(), None, "{label}");

@@ -59,7 +59,7 @@ impl Scene {
     /// Both engines hold the version, and go on.
     fn holds(&mut self) {
         self.serves();
-        assert!(self.engine.fakes.iter().all(|fake| !fake.engine().pushes.session_open()));
+        assert!(self.engine.fakes.iter().all(|fake| !fake.engine().pushes.session));
     }
 
     fn logged(&self, what: &str) -> usize {
@@ -194,7 +194,7 @@ fn bytes_that_are_never_received_end_in_a_deadline() {
 #[test]
 fn a_session_that_somebody_left_open_is_ended() {
     let mut scene = Scene::new();
-    scene.engine.fakes[0].engine().pushes.leave_session_open();
+    scene.engine.fakes[0].engine().pushes.session = true;
     scene.activate().unwrap();
     scene.holds();
 }

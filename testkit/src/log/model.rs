@@ -12,60 +12,6 @@ use driftless_buffer::{Group, Log, Reader, Retention, SyncPolicy};
 
 use super::{Owned, options, sample};
 
-/// What is done to the log.
-#[derive(Debug, Clone)]
-enum Op {
-    Append {
-        sample: u64,
-        group: u64,
-        rollout: u64,
-    },
-    Hold {
-        size: usize,
-    },
-    DropHeld,
-    CommitHeld,
-    Wait,
-    Sync,
-    Cursor,
-    Retain {
-        bytes: u64,
-    },
-    Reopen {
-        close: bool,
-    },
-    /// Change a byte of a segment, or cut it there, look, and put it back.
-    Damage {
-        file: u8,
-        at: u16,
-        how: u8,
-    },
-}
-
-impl Op {
-    /// The next operation; `None` when the bytes are used up.
-    fn next(bytes: &mut impl Iterator<Item = u8>) -> Option<Self> {
-        let which = bytes.next()?;
-        let mut byte = || bytes.next().unwrap_or(0);
-        Some(match which % 24 {
-            0..=7 => Self::Append {
-                sample: u64::from(byte() % 30),
-                group: u64::from(byte() % 4),
-                rollout: u64::from(which / 24 % 3),
-            },
-            8 | 9 => Self::Hold { size: usize::from(byte()) * 12 },
-            10 => Self::DropHeld,
-            11 | 12 => Self::CommitHeld,
-            13 | 14 => Self::Wait,
-            15 | 16 => Self::Sync,
-            17 | 18 => Self::Cursor,
-            19 => Self::Retain { bytes: u64::from(byte()) << 11 },
-            20 | 21 => Self::Reopen { close: which & 1 == 0 },
-            _ => Self::Damage { file: byte(), at: u16::from_le_bytes([byte(), byte()]), how: byte() },
-        })
-    }
-}
-
 /// A log and what it should hold.
 pub struct Run {
     dir: PathBuf,
@@ -87,10 +33,13 @@ impl Run {
     /// Does what the bytes say, then closes the log and looks at it once more.
     pub fn all(mut self, bytes: impl IntoIterator<Item = u8>) {
         let mut bytes = bytes.into_iter();
-        while let Some(op) = Op::next(&mut bytes) {
-            self.apply(op);
+        while let Some(which) = bytes.next() {
+            self.apply(which, || bytes.next().unwrap_or(0));
+            self.compare(&self.log().reader());
         }
-        self.apply(Op::Reopen { close: true });
+        self.leave(true);
+        self.reopen();
+        self.compare(&self.log().reader());
         let reader = Reader::open(&self.dir).unwrap();
         assert_eq!(reader.iter(reader.oldest()).count(), self.records.len());
     }
@@ -99,32 +48,36 @@ impl Run {
         self.log.as_ref().unwrap()
     }
 
-    fn apply(&mut self, op: Op) {
-        match op {
-            Op::Append { sample: id, group, rollout } => {
-                let owned = sample(id, group, rollout);
+    /// Does one thing with the log; `byte` is the next of the numbers that it wants.
+    fn apply(&mut self, which: u8, mut byte: impl FnMut() -> u8) {
+        match which % 24 {
+            // A record is appended.
+            0..=7 => {
+                let (id, group) = (u64::from(byte() % 30), u64::from(byte() % 4));
+                let owned = sample(id, group, u64::from(which / 24 % 3));
                 let pending = self.log().append(&owned.as_sample()).unwrap();
                 assert_eq!(self.records.insert(pending.position().0, Some(owned)).map(|_| ()), None);
                 self.pending.push(pending);
             }
-            Op::Hold { size } => {
-                let shape = Shape { response: size, ..Shape::default() };
+            // Space is reserved, and then dropped or committed.
+            8 | 9 => {
+                let shape = Shape { response: usize::from(byte()) * 12, ..Shape::default() };
                 self.held.push(self.log().reserve(&shape).unwrap());
             }
-            Op::DropHeld => drop(self.held.pop()),
-            Op::CommitHeld => {
+            10 => drop(self.held.pop()),
+            11 | 12 => {
                 if let Some(space) = self.held.pop() {
                     let pending = space.commit().unwrap();
                     self.records.insert(pending.position().0, None);
                     self.pending.push(pending);
                 }
             }
-            Op::Wait => {
+            13 | 14 => {
                 if let Some(pending) = self.pending.pop() {
                     pending.wait().unwrap();
                 }
             }
-            Op::Sync => {
+            15 | 16 => {
                 let end = self.log().sync().unwrap();
                 let open = self.held.iter().map(|space| space.position()).min();
                 assert!(
@@ -132,27 +85,29 @@ impl Run {
                     "everything up to the first open reservation is visible"
                 );
             }
-            Op::Cursor => {
+            17 | 18 => {
                 let end = self.log().reader().end();
                 self.log().cursor("model").unwrap().commit(end).unwrap();
                 self.cursor = end.0;
             }
-            Op::Retain { bytes } => {
-                let retention = Retention { bytes_max: Some(bytes), ..Retention::default() };
+            19 => {
+                let bytes_max = Some(u64::from(byte()) << 11);
+                let retention = Retention { bytes_max, ..Retention::default() };
                 let oldest = self.log().retain(&retention).unwrap().oldest.0;
                 self.records = self.records.split_off(&oldest);
             }
-            Op::Reopen { close } => {
-                self.leave(close);
+            20 | 21 => {
+                self.leave(which & 1 == 0);
                 self.reopen();
             }
-            Op::Damage { file, at, how } => {
+            // A byte of a segment is changed, or the segment is cut there; then it is put back.
+            _ => {
+                let (file, at, how) = (byte(), u16::from_le_bytes([byte(), byte()]), byte());
                 self.leave(true);
                 self.damage(file, at, how);
                 self.reopen();
             }
         }
-        self.compare(&self.log().reader());
     }
 
     /// Lets go of the log, in order or as a process that dies.

@@ -179,7 +179,7 @@ async fn edited(response: Response, edit: impl FnOnce(&mut Value)) -> Response {
 }
 
 /// Not a panic that is reported: its backtrace takes longer than the deadlines that tests are about.
-fn end_connection() -> ! {
+pub(crate) fn end_connection() -> ! {
     std::panic::resume_unwind(Box::new("the connection ends here, as the test wants"))
 }
 

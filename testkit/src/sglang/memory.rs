@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::Shared;
 use super::fault::refusal;
-use super::wire::success;
+use super::wire::loaded;
 
 /// What of its memory an engine has, and what ended it.
 #[derive(Debug, Default)]
@@ -69,7 +69,7 @@ async fn control(State(engine): State<Shared>, uri: Uri, Json(body): Json<Value>
 /// Loads a bucket that travels in the call.
 async fn update(State(engine): State<Shared>, Json(body): Json<Value>) -> Response {
     let mut engine = engine.lock().unwrap();
-    if !engine.pushes.session_open() {
+    if !engine.pushes.session {
         return refusal(400, "update_weights_from_tensor must run between begin_weight_update() and end");
     }
     assert_eq!(body["load_format"], "flattened_bucket", "the engine ends of another word");
@@ -92,10 +92,7 @@ async fn update(State(engine): State<Shared>, Json(body): Json<Value>) -> Respon
             engine.pushes.take(TensorInfo { name, dtype: Dtype::Bf16, shape }, bytes[start..end].to_vec());
         }
     }
-    if let Some(label) = body["weight_version"].as_str() {
-        engine.set_label(label);
-    }
-    success()
+    loaded(&engine, &body)
 }
 
 fn bytes(value: &Value) -> Vec<u8> {

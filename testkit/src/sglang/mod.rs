@@ -24,6 +24,7 @@ pub use checkpoint::{checkpoint, version, write};
 pub use engine::Engine;
 use engine::Scripted;
 pub use fault::Fault;
+pub(crate) use fault::end_connection;
 pub use memory::Memory;
 pub use wire::{FakeRoot, Receiver, Wire};
 

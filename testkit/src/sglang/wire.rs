@@ -18,8 +18,8 @@ use driftless_transport::{Checkpoint, Dtype, Snapshot, Tensors};
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 
-use super::Shared;
 use super::fault::refusal;
+use super::{Engine, Shared};
 
 /// What was broadcast and not yet received, by rank less one.
 #[derive(Debug, Default)]
@@ -92,8 +92,7 @@ impl Root for FakeRoot {
         self.note(format!("broadcast {slot} {}", lengths.len()));
         let mut rest = self.slots[slot].as_slice();
         for &length in lengths {
-            let (now, after) = rest.split_at(length as usize);
-            rest = after;
+            let now = rest.split_off(..length as usize).unwrap();
             for queue in self.wire.queues.lock().unwrap().iter_mut().filter(|_| self.delivers) {
                 queue.push_back(now.to_vec());
             }
@@ -120,7 +119,8 @@ pub struct Receiver {
     pub wire: Option<Arc<Wire>>,
     /// Groups by name, with the engine's own rank.
     groups: BTreeMap<String, usize>,
-    pub(super) session: bool,
+    /// Whether a weight-update session is open.
+    pub session: bool,
     tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,
 }
 
@@ -132,16 +132,6 @@ impl Receiver {
     /// What a new process of the engine knows.
     pub(super) fn restart(&mut self) {
         *self = Self { wire: self.wire.take(), ..Self::default() };
-    }
-
-    /// Whether a weight-update session is open.
-    pub fn session_open(&self) -> bool {
-        self.session
-    }
-
-    /// Leaves a session open, as a publisher that died would.
-    pub fn leave_session_open(&mut self) {
-        self.session = true;
     }
 
     /// Joins a group, or leaves one.
@@ -226,17 +216,21 @@ async fn update(State(engine): State<Shared>, Json(body): Json<Value>) -> Respon
     let mut engine = engine.lock().unwrap();
     let mut rest = bytes.as_slice();
     for info in infos {
-        let (now, after) = rest.split_at(info.byte_len().unwrap() as usize);
-        rest = after;
-        engine.pushes.tensors.insert(info.name.clone(), (info, now.to_vec()));
+        let bytes = rest.split_off(..info.byte_len().unwrap() as usize).unwrap();
+        engine.pushes.take(info, bytes.to_vec());
     }
     assert!(rest.is_empty(), "as many bytes as were announced");
+    loaded(&engine, &body)
+}
+
+/// Answers an update, whose label the engine takes.
+pub(super) fn loaded(engine: &Engine, body: &Value) -> Response {
     if let Some(label) = body["weight_version"].as_str() {
         engine.set_label(label);
     }
     success()
 }
 
-pub(super) fn success() -> Response {
+fn success() -> Response {
     axum::Json(json!({"success": true, "message": ""})).into_response()
 }
