@@ -5,6 +5,7 @@
 //! asks for the new one ([`Fleet::generate`](crate::Fleet::generate)) does not go to its engines. The next
 //! round, of the same version or a later one, includes it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ impl Default for CoordinatorOptions {
 }
 
 /// What became of one host in a roll.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HostOutcome {
     /// The follower's URL.
@@ -110,7 +111,7 @@ impl Coordinator {
             Connection::new(address, options.keys.clone(), options.connect, REPLY_BYTES_MAX)
         };
         let hosts = followers.iter().map(connect).collect::<Result<Vec<_>>>()?;
-        let urls: std::collections::BTreeSet<_> = hosts.iter().map(|host| &host.engine).collect();
+        let urls: BTreeSet<_> = hosts.iter().map(|host| &host.engine).collect();
         if hosts.is_empty() || urls.len() != hosts.len() {
             return Err(Error::Fleet { found: followers.to_vec() });
         }
@@ -125,36 +126,25 @@ impl Coordinator {
     /// [`Error::Unprepared`] if too few hosts were prepared in time: then no engine was paused.
     /// [`Error::Unactivated`] if too few were activated.
     pub async fn roll(&self, label: &Label) -> Result<Rolled> {
-        let mut hosts = self.outcomes();
-        let everybody: Vec<usize> = (0..hosts.len()).collect();
-        let prepared = self.each(&everybody, self.options.prepare_deadline, |host, deadline| {
+        let outcome = |host: &Connection| HostOutcome { url: host.engine.clone(), ..HostOutcome::default() };
+        let mut hosts: Vec<HostOutcome> = self.hosts.iter().map(outcome).collect();
+        let all: Vec<usize> = (0..hosts.len()).collect();
+        let prepared = self.each(&mut hosts, &all, self.options.prepare_deadline, |host, deadline| {
             let label = label.clone();
             async move { prepare(&host, &label, deadline).await }
         });
-        let mut ready = Vec::new();
-        for (index, outcome) in prepared.await? {
-            match outcome {
-                Ok(took) => {
-                    hosts[index].prepared = Some(took);
-                    ready.push(index);
-                }
-                Err(error) => hosts[index].failure = Some(error.to_string()),
-            }
-        }
-        if ready.len() < self.hosts_min() {
+        let prepared = prepared.await?;
+        prepared.iter().for_each(|(index, took)| hosts[*index].prepared = Some(*took));
+        if prepared.len() < self.hosts_min() {
             let (version, wanted) = (label.version(), self.hosts_min());
             return Err(Error::Unprepared { version, wanted, hosts: describe(&hosts) });
         }
-        let activated = self.each(&ready, self.options.activate_deadline, |host, deadline| {
+        let ready: Vec<usize> = prepared.into_keys().collect();
+        let activated = self.each(&mut hosts, &ready, self.options.activate_deadline, |host, deadline| {
             let label = label.clone();
             async move { activate(&host, &label, deadline).await }
         });
-        for (index, outcome) in activated.await? {
-            match outcome {
-                Ok(took) => hosts[index].activated = Some(took),
-                Err(error) => hosts[index].failure = Some(error.to_string()),
-            }
-        }
+        activated.await?.into_iter().for_each(|(index, took)| hosts[index].activated = Some(took));
         let rolled = Rolled { label: label.clone(), hosts };
         for host in rolled.stragglers() {
             tracing::warn!(host = host.url, failure = host.failure, label = %rolled.label, "a straggler");
@@ -173,55 +163,41 @@ impl Coordinator {
         }
     }
 
-    fn outcomes(&self) -> Vec<HostOutcome> {
-        let outcome = |host: &Connection| HostOutcome {
-            url: host.engine.clone(),
-            prepared: None,
-            activated: None,
-            failure: None,
-        };
-        self.hosts.iter().map(outcome).collect()
-    }
-
-    /// Asks some hosts at once. All have until `limit`; once enough have succeeded, the others have the
-    /// grace.
-    async fn each<T: Send + 'static, F: Future<Output = Result<T>> + Send + 'static>(
+    /// Asks some hosts at once, and returns how long those took that succeeded; the others have a failure then. All
+    /// have until `limit`; once enough have succeeded, the others have the grace.
+    async fn each<F: Future<Output = Result<Duration>> + Send + 'static>(
         &self,
-        hosts: &[usize],
+        hosts: &mut [HostOutcome],
+        of: &[usize],
         limit: Duration,
         ask: impl Fn(Connection, Instant) -> F,
-    ) -> Result<Vec<(usize, Result<T>)>> {
+    ) -> Result<BTreeMap<usize, Duration>> {
         let begin = Instant::now();
         let mut end = begin + limit;
         let mut asked = JoinSet::new();
-        for &index in hosts {
+        for &index in of {
             let answer = ask(self.hosts[index].clone(), begin + limit);
             asked.spawn(async move { (index, answer.await) });
         }
-        let mut answers: Vec<(usize, Result<T>)> = Vec::with_capacity(hosts.len());
-        let mut succeeded = 0;
+        let (mut late, mut succeeded) = (BTreeSet::from_iter(of), BTreeMap::new());
         while let Ok(Some(answer)) = timeout_at(end, asked.join_next()).await {
-            let (index, answer) = answer
-                .map_err(|error| Error::SetUp { what: "a task of the coordinator", source: error.into() })?;
-            if answer.is_ok() {
-                succeeded += 1;
+            let (index, answer) = answer.map_err(Error::set_up("a task of the coordinator"))?;
+            late.remove(&index);
+            match answer {
+                Ok(took) => drop(succeeded.insert(index, took)),
+                Err(error) => hosts[index].failure = Some(error.to_string()),
             }
-            answers.push((index, answer));
-            if succeeded >= self.hosts_min() {
+            if succeeded.len() >= self.hosts_min() {
                 end = end.min(Instant::now() + self.options.grace);
             }
         }
         // A call that is given up goes on at its follower, which then has the version sooner.
-        let late = hosts.iter().filter(|index| answers.iter().all(|(answered, _)| answered != *index));
-        let late: Vec<_> = late
-            .map(|&index| {
-                let (engine, after) = (self.hosts[index].engine.clone(), begin.elapsed());
-                (index, Err(Error::Deadline { engine, call: "the coordinator's order".into(), after }))
-            })
-            .collect();
-        answers.extend(late);
-        answers.sort_unstable_by_key(|(index, _)| *index);
-        Ok(answers)
+        for &index in late {
+            let (engine, after) = (hosts[index].url.clone(), begin.elapsed());
+            let error = Error::Deadline { engine, call: "the coordinator's order".into(), after };
+            hosts[index].failure = Some(error.to_string());
+        }
+        Ok(succeeded)
     }
 }
 
@@ -243,22 +219,15 @@ async fn activate(host: &Connection, label: &Label, end: Instant) -> Result<Dura
     let (call, reply) = order(host, "/activate", None, end).await?;
     let status: Status = host.decode(call, &reply.body)?;
     let wanted = label.to_string();
-    let found = status.applied.map(|ack| (ack.label, ack.engines));
-    match found {
-        Some((applied, engines))
-            if applied == wanted && engines.iter().all(|engine| engine.label.as_ref() == Some(&wanted)) =>
-        {
-            Ok(begin.elapsed())
+    let is_it = |label: Option<&String>| label == Some(&wanted);
+    let found = match status.applied {
+        Some(ack) if is_it(Some(&ack.label)) && ack.engines.iter().all(|of| is_it(of.label.as_ref())) => {
+            return Ok(begin.elapsed());
         }
-        found => Err(Error::LabelMismatch {
-            engine: host.engine.clone(),
-            expected: wanted,
-            found: found.map_or_else(
-                || "nothing".to_owned(),
-                |(applied, engines)| format!("{} on disk, {engines:?}", excerpt(applied.as_bytes())),
-            ),
-        }),
-    }
+        Some(ack) => format!("{} on disk, {:?}", excerpt(ack.label.as_bytes()), ack.engines),
+        None => "nothing".to_owned(),
+    };
+    Err(Error::LabelMismatch { engine: host.engine.clone(), expected: wanted, found })
 }
 
 /// Sends an order, again while the follower is busy with another one, until `end`.

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use driftless_store::BoxError;
+
 /// What can go wrong between us and an inference engine. Every variant that concerns an engine names its URL.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -330,7 +332,7 @@ pub enum Error {
         /// What failed.
         what: String,
         /// The reason.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        source: BoxError,
     },
     /// NCCL is missing, is another version than asked for, or failed.
     #[error("NCCL: {what}")]
@@ -338,7 +340,7 @@ pub enum Error {
         /// What failed.
         what: String,
         /// The reason.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        source: BoxError,
     },
     /// Engines answered that they had loaded a bucket, and still have its memory open.
     #[error(
@@ -360,7 +362,7 @@ pub enum Error {
         /// The part.
         what: &'static str,
         /// The reason.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        source: BoxError,
     },
 }
 
@@ -382,10 +384,45 @@ impl Error {
         }
     }
 
+    /// [`Error::Refused`] for a property of an engine.
+    pub(crate) fn refused(
+        engine: impl Into<String>,
+        what: impl Into<String>,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        Self::Refused {
+            engine: engine.into(),
+            what: what.into(),
+            expected: expected.into(),
+            found: found.into(),
+        }
+    }
+
+    /// [`Error::Live`] for something of a model, of a delta or of the device.
+    pub(crate) fn live(
+        what: impl Into<String>,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        Self::Live { what: what.into(), expected: expected.into(), found: found.into() }
+    }
+
+    /// [`Error::SetUp`] for a part, of the reason.
+    pub(crate) fn set_up<E: Into<BoxError>>(what: &'static str) -> impl FnOnce(E) -> Self {
+        move |error| Self::SetUp { what, source: error.into() }
+    }
+
     /// The threads that drive connections cannot be started.
     pub(crate) fn threads(error: std::io::Error) -> Self {
-        Self::SetUp { what: "the threads of connections to engines", source: error.into() }
+        Self::set_up("the threads of connections to engines")(error)
     }
+}
+
+/// An error and its causes in one line.
+pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 fn during(first: &Option<String>) -> String {

@@ -7,6 +7,7 @@ use driftless_store::redact;
 use driftless_transport::activate::Limit;
 use reqwest::header::AUTHORIZATION;
 use reqwest::{Method, Url};
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -42,11 +43,19 @@ pub(crate) struct Call<'a> {
     pub(crate) deadline: Duration,
 }
 
-impl Call<'_> {
-    /// The call as errors name it.
-    pub(crate) fn name(&self) -> String {
-        format!("{} {}", self.method, self.path)
+impl<'a> Call<'a> {
+    pub(crate) fn get(path: &'a str, level: Level, deadline: Duration) -> Self {
+        Self { method: "GET", path, level, body: None, deadline }
     }
+
+    pub(crate) fn post(path: &'a str, level: Level, body: Option<&'a Value>, deadline: Duration) -> Self {
+        Self { method: "POST", path, level, body, deadline }
+    }
+}
+
+#[derive(Deserialize)]
+struct Status {
+    status: String,
 }
 
 /// A whole reply.
@@ -75,7 +84,7 @@ impl Connection {
         let http = client_builder(connect)
             .pool_idle_timeout(IDLE)
             .build()
-            .map_err(|error| Error::SetUp { what: "the HTTP client", source: error.into() })?;
+            .map_err(Error::set_up("the HTTP client"))?;
         let engine = base.as_str().trim_end_matches('/').to_owned();
         Ok(Self { http, base, engine, keys, reply_bytes_max, limit: None })
     }
@@ -101,17 +110,17 @@ impl Connection {
     }
 
     async fn send_in_time(&self, call: Call<'_>) -> Result<Reply> {
-        let deadline =
-            || Error::Deadline { engine: self.engine.clone(), call: call.name(), after: call.deadline };
+        let (engine, name) = self.names(call);
         let exchange = tokio::time::timeout(call.deadline, self.exchange(call));
-        let Some(limit) = &self.limit else { return exchange.await.map_err(|_| deadline())? };
-        tokio::select! {
-            biased;
-            () = reached(limit) => {
-                Err(Error::GivenUp { engine: self.engine.clone(), call: call.name() })
-            }
-            exchanged = exchange => exchanged.map_err(|_| deadline())?,
-        }
+        let exchanged = match &self.limit {
+            None => exchange.await,
+            Some(limit) => tokio::select! {
+                biased;
+                () = reached(limit) => return Err(Error::GivenUp { engine, call: name }),
+                exchanged = exchange => exchanged,
+            },
+        };
+        exchanged.map_err(|_| Error::Deadline { engine, call: name, after: call.deadline })?
     }
 
     /// Sends a call that succeeds with 200 and a JSON body.
@@ -123,10 +132,31 @@ impl Connection {
         self.decode(call, &reply.body)
     }
 
+    /// Sends a call whose status says all: what it means, by `meanings`.
+    pub(crate) async fn status<T: Copy>(&self, call: Call<'_>, meanings: &[(u16, T)]) -> Result<T> {
+        let reply = self.send(call).await?;
+        let meaning = meanings.iter().find(|(status, _)| *status == reply.status);
+        meaning.map(|(_, meaning)| *meaning).ok_or_else(|| self.status_error(call, &reply))
+    }
+
     /// Sends a call that succeeds with 200, whatever the body.
     pub(crate) async fn ok(&self, call: Call<'_>) -> Result<()> {
-        let reply = self.send(call).await?;
-        if reply.status == 200 { Ok(()) } else { Err(self.status_error(call, &reply)) }
+        self.status(call, &[(200, ())]).await
+    }
+
+    /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
+    /// path it is 404.
+    pub(crate) async fn has_post(&self, path: &str, level: Level, deadline: Duration) -> Result<bool> {
+        self.status(Call::get(path, level, deadline), &[(405, true), (404, false)]).await
+    }
+
+    /// Sends a call that answers `{"status": …}`. Another word is a proxy's, or an engine's that did nothing.
+    pub(crate) async fn status_is(&self, call: Call<'_>, word: &str) -> Result<()> {
+        let Status { status } = self.json(call).await?;
+        if status == word {
+            return Ok(());
+        }
+        Err(self.malformed(call, &format!("status {word}"), &excerpt(status.as_bytes())))
     }
 
     /// Reads a body as the call's reply.
@@ -135,28 +165,24 @@ impl Connection {
     }
 
     pub(crate) fn malformed(&self, call: Call<'_>, expected: &str, found: &str) -> Error {
-        Error::Reply {
-            engine: self.engine.clone(),
-            call: call.name(),
-            expected: expected.to_owned(),
-            found: found.to_owned(),
-        }
+        let (engine, call) = self.names(call);
+        Error::Reply { engine, call, expected: expected.to_owned(), found: found.to_owned() }
     }
 
     pub(crate) fn status_error(&self, call: Call<'_>, reply: &Reply) -> Error {
-        Error::Status {
-            engine: self.engine.clone(),
-            call: call.name(),
-            status: reply.status,
-            body: excerpt(&reply.body),
-        }
+        let (engine, call) = self.names(call);
+        Error::Status { engine, call, status: reply.status, body: excerpt(&reply.body) }
+    }
+
+    /// Engine and call, as errors name them.
+    fn names(&self, call: Call<'_>) -> (String, String) {
+        (self.engine.clone(), format!("{} {}", call.method, call.path))
     }
 
     async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
-        let lost = |error: reqwest::Error| Error::Unreachable {
-            engine: self.engine.clone(),
-            call: call.name(),
-            source: error.into(),
+        let lost = |error: reqwest::Error| {
+            let (engine, call) = self.names(call);
+            Error::Unreachable { engine, call, source: error.into() }
         };
         let mut sent = self.request(call)?.send().await;
         // The connection may be one kept from an engine that has been started again since. What only asks may
@@ -166,17 +192,17 @@ impl Connection {
         }
         let mut reply = sent.map_err(lost)?;
         let status = reply.status().as_u16();
-        let too_large = || Error::ReplyTooLarge {
-            engine: self.engine.clone(),
-            call: call.name(),
-            limit: self.reply_bytes_max,
+        let limit = self.reply_bytes_max;
+        let too_large = || {
+            let (engine, call) = self.names(call);
+            Error::ReplyTooLarge { engine, call, limit }
         };
-        if reply.content_length().is_some_and(|length| length > self.reply_bytes_max as u64) {
+        if reply.content_length().is_some_and(|length| length > limit as u64) {
             return Err(too_large());
         }
         let mut body = Vec::new();
         while let Some(chunk) = reply.chunk().await.map_err(lost)? {
-            if body.len() + chunk.len() > self.reply_bytes_max {
+            if body.len() + chunk.len() > limit {
                 return Err(too_large());
             }
             body.extend_from_slice(&chunk);

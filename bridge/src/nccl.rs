@@ -20,53 +20,46 @@ const UNSET: c_int = c_int::MIN;
 /// they know.
 const CONFIG_VERSION: u32 = 22_800;
 
-type GetVersion = unsafe extern "C" fn(*mut c_int) -> ncclResult_t;
-type GetUniqueId = unsafe extern "C" fn(*mut ncclUniqueId) -> ncclResult_t;
-type CommInitRankConfig =
-    unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> ncclResult_t;
-type CommGetAsyncError = unsafe extern "C" fn(ncclComm_t, *mut ncclResult_t) -> ncclResult_t;
-type CommAbort = unsafe extern "C" fn(ncclComm_t) -> ncclResult_t;
-type Broadcast = unsafe extern "C" fn(
-    *const c_void,
-    *mut c_void,
-    usize,
-    ncclDataType_t,
-    c_int,
-    ncclComm_t,
-    CUstream,
-) -> ncclResult_t;
-type ReduceScatter = unsafe extern "C" fn(
-    *const c_void,
-    *mut c_void,
-    usize,
-    ncclDataType_t,
-    ncclRedOp_t,
-    ncclComm_t,
-    CUstream,
-) -> ncclResult_t;
-type AllGather = unsafe extern "C" fn(
-    *const c_void,
-    *mut c_void,
-    usize,
-    ncclDataType_t,
-    ncclComm_t,
-    CUstream,
-) -> ncclResult_t;
-type GetLastError = unsafe extern "C" fn(ncclComm_t) -> *const c_char;
+/// The functions of the library that are used: each one's field here, its name, and its type in nccl.h.
+macro_rules! functions {
+    ($($field:ident = $name:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
+        #[derive(Debug)]
+        struct Functions {
+            $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
+                // SAFETY: the types are those of nccl.h, by cudarc's bindings, unchanged from 2.18 to 2.30; a file
+                // without a name fails.
+                Ok(unsafe { Self { $($field: *library.get($name)?,)* } })
+            }
+        }
+    };
+}
+
+functions! {
+    get_version = b"ncclGetVersion": fn(*mut c_int) -> ncclResult_t;
+    get_unique_id = b"ncclGetUniqueId": fn(*mut ncclUniqueId) -> ncclResult_t;
+    comm_init_rank_config = b"ncclCommInitRankConfig":
+        fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> ncclResult_t;
+    comm_get_async_error = b"ncclCommGetAsyncError": fn(ncclComm_t, *mut ncclResult_t) -> ncclResult_t;
+    comm_abort = b"ncclCommAbort": fn(ncclComm_t) -> ncclResult_t;
+    broadcast = b"ncclBroadcast":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, CUstream) -> ncclResult_t;
+    reduce_scatter = b"ncclReduceScatter":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, CUstream) -> ncclResult_t;
+    all_gather = b"ncclAllGather":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, ncclComm_t, CUstream) -> ncclResult_t;
+    get_last_error = b"ncclGetLastError": fn(ncclComm_t) -> *const c_char;
+}
 
 /// An open NCCL.
 #[derive(Debug)]
 pub struct Nccl {
     path: PathBuf,
     version: [u32; 3],
-    get_unique_id: GetUniqueId,
-    comm_init_rank_config: CommInitRankConfig,
-    comm_get_async_error: CommGetAsyncError,
-    comm_abort: CommAbort,
-    broadcast: Broadcast,
-    reduce_scatter: ReduceScatter,
-    all_gather: AllGather,
-    get_last_error: GetLastError,
+    functions: Functions,
     /// Keeps the functions above where they are.
     _handle: libloading::Library,
 }
@@ -88,47 +81,20 @@ impl Nccl {
         // SAFETY: the file runs its initialisers. It is the user's choice, as the file of an engine's torch
         // is.
         let handle = unsafe { libloading::Library::new(path) }.map_err(|error| fail("cannot open", error))?;
-        macro_rules! symbol {
-            ($name:literal, $type:ty) => {
-                // SAFETY: the types are those of nccl.h, by cudarc's bindings, unchanged from 2.18 to 2.30; a
-                // file without the name fails.
-                unsafe {
-                    *handle
-                        .get::<$type>($name)
-                        .map_err(|error| fail("not an NCCL of 2.14 or later:", error))?
-                }
-            };
-        }
-        let get_version = symbol!(b"ncclGetVersion", GetVersion);
+        let functions =
+            Functions::of(&handle).map_err(|error| fail("not an NCCL of 2.14 or later:", error))?;
         let mut code = 0;
         // SAFETY: the pointer is to a local that outlives the call.
-        check("ncclGetVersion", unsafe { get_version(&raw mut code) })?;
+        check("ncclGetVersion", unsafe { (functions.get_version)(&raw mut code) })?;
         let version = version_of(code);
         if let Some(expected) = expected.filter(|expected| *expected != version) {
-            let dotted = |version: [u32; 3]| version.map(|part| part.to_string()).join(".");
-            return Err(Error::Nccl {
-                what: format!("the library {}; nothing was posted", path.display()),
-                source: format!(
-                    "expected NCCL {}, as the engine's torch has it, found {}",
-                    dotted(expected),
-                    dotted(version)
-                )
-                .into(),
-            });
+            let what = format!("the library {}; nothing was posted", path.display());
+            let [expected, found] =
+                [expected, version].map(|version| version.map(|n| n.to_string()).join("."));
+            let source = format!("expected NCCL {expected}, as the engine's torch has it, found {found}");
+            return Err(Error::Nccl { what, source: source.into() });
         }
-        Ok(Arc::new(Self {
-            path: path.to_owned(),
-            version,
-            get_unique_id: symbol!(b"ncclGetUniqueId", GetUniqueId),
-            comm_init_rank_config: symbol!(b"ncclCommInitRankConfig", CommInitRankConfig),
-            comm_get_async_error: symbol!(b"ncclCommGetAsyncError", CommGetAsyncError),
-            comm_abort: symbol!(b"ncclCommAbort", CommAbort),
-            broadcast: symbol!(b"ncclBroadcast", Broadcast),
-            reduce_scatter: symbol!(b"ncclReduceScatter", ReduceScatter),
-            all_gather: symbol!(b"ncclAllGather", AllGather),
-            get_last_error: symbol!(b"ncclGetLastError", GetLastError),
-            _handle: handle,
-        }))
+        Ok(Arc::new(Self { path: path.to_owned(), version, functions, _handle: handle }))
     }
 
     /// Major, minor, patch.
@@ -143,7 +109,7 @@ impl Nccl {
     pub fn unique_id(&self) -> Result<[u8; 128]> {
         let mut id = ncclUniqueId { internal: [0; 128] };
         // SAFETY: the pointer is to a local that outlives the call.
-        check("ncclGetUniqueId", unsafe { (self.get_unique_id)(&raw mut id) })?;
+        check("ncclGetUniqueId", unsafe { (self.functions.get_unique_id)(&raw mut id) })?;
         Ok(id.internal.map(|byte| byte as u8))
     }
 }
@@ -166,7 +132,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Nccl`] for more ranks than it counts, or if it refuses at once.
     pub fn join(library: &Arc<Nccl>, id: [u8; 128], rank: u32, world: u32) -> Result<Self> {
-        let internal = id.map(|byte| byte as c_char);
+        let id = ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let count = |ranks: u32| {
             c_int::try_from(ranks)
                 .map_err(|error| Error::Nccl { what: format!("{ranks} ranks"), source: error.into() })
@@ -174,16 +140,9 @@ impl Communicator {
         let (rank, world) = (count(rank)?, count(world)?);
         let mut config = config();
         let mut comm = std::ptr::null_mut();
+        let init = library.functions.comm_init_rank_config;
         // SAFETY: the pointers are to locals that outlive the call, which copies the configuration.
-        let begun = unsafe {
-            (library.comm_init_rank_config)(
-                &raw mut comm,
-                world,
-                ncclUniqueId { internal },
-                rank,
-                &raw mut config,
-            )
-        };
+        let begun = unsafe { init(&raw mut comm, world, id, rank, &raw mut config) };
         if comm.is_null() {
             check("ncclCommInitRankConfig", begun)?;
         }
@@ -199,7 +158,7 @@ impl Communicator {
     pub fn settled(&mut self) -> Result<bool> {
         let mut state = ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is alive until this value is dropped, and the pointer is to a local.
-        let asked = unsafe { (self.library.comm_get_async_error)(self.comm, &raw mut state) };
+        let asked = unsafe { (self.library.functions.comm_get_async_error)(self.comm, &raw mut state) };
         self.begun("ncclCommGetAsyncError", asked)?;
         match state {
             ncclResult_t::ncclInProgress => Ok(false),
@@ -221,7 +180,8 @@ impl Communicator {
         let kind = ncclDataType_t::ncclUint8;
         // SAFETY: the caller's promise; the communicator is alive. In place: root's receive buffer is its
         // send buffer.
-        let begun = unsafe { (self.library.broadcast)(bytes, bytes, length, kind, 0, self.comm, stream) };
+        let begun =
+            unsafe { (self.library.functions.broadcast)(bytes, bytes, length, kind, 0, self.comm, stream) };
         self.begun("ncclBroadcast", begun)
     }
 
@@ -244,7 +204,8 @@ impl Communicator {
         let (all, own) = (address as *const c_void, (address + (4 * rank * count) as u64) as *mut c_void);
         let (kind, sum) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum);
         // SAFETY: the caller's promise; the communicator is alive. In place: the part is within the whole.
-        let begun = unsafe { (self.library.reduce_scatter)(all, own, count, kind, sum, self.comm, stream) };
+        let begun =
+            unsafe { (self.library.functions.reduce_scatter)(all, own, count, kind, sum, self.comm, stream) };
         self.begun("ncclReduceScatter", begun)
     }
 
@@ -266,7 +227,7 @@ impl Communicator {
         let (all, own) = (address as *mut c_void, (address + (rank * bytes) as u64) as *const c_void);
         let kind = ncclDataType_t::ncclUint8;
         // SAFETY: the caller's promise; the communicator is alive. In place: the part is within the whole.
-        let begun = unsafe { (self.library.all_gather)(own, all, bytes, kind, self.comm, stream) };
+        let begun = unsafe { (self.library.functions.all_gather)(own, all, bytes, kind, self.comm, stream) };
         self.begun("ncclAllGather", begun)
     }
 
@@ -278,7 +239,7 @@ impl Communicator {
         // SAFETY: the communicator is alive; the text is NCCL's own and is copied before another call could
         // change it.
         let text = unsafe {
-            let text = (self.library.get_last_error)(self.comm);
+            let text = (self.library.functions.get_last_error)(self.comm);
             if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
         };
         Err(failed(call, result, &format!("{} ({})", text.trim(), self.library.path.display())))
@@ -289,7 +250,7 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         // SAFETY: it is alive, and nothing uses it after this. Aborting ends whatever it still does; a
         // failure leaves nothing to be done.
-        let _ = unsafe { (self.library.comm_abort)(self.comm) };
+        let _ = unsafe { (self.library.functions.comm_abort)(self.comm) };
     }
 }
 

@@ -37,8 +37,9 @@ use crate::error::{Error, Result};
 use crate::kinds::connect;
 use crate::live::rank::sweep;
 
-/// Options of a [`DiskActivator`].
-#[derive(Debug, Clone, Setters)]
+/// Options of a [`DiskActivator`]. The default: no keys, default deadlines, running requests go back to the queue, one
+/// path for both, no plugin.
+#[derive(Debug, Clone, Default, Setters)]
 #[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
 pub struct DiskOptions {
@@ -56,19 +57,6 @@ pub struct DiskOptions {
     pub base: Option<PathBuf>,
     /// How engines' plugins are used; `None`: not at all.
     pub plugin: Option<PluginOptions>,
-}
-
-impl Default for DiskOptions {
-    /// No keys, default deadlines, running requests go back to the queue, one path for both, no plugin.
-    fn default() -> Self {
-        Self {
-            client: ClientOptions::default(),
-            pause: PauseMode::Retract,
-            engine_checkpoint_dir: None,
-            base: None,
-            plugin: None,
-        }
-    }
 }
 
 /// Activates versions on one engine, which loads the checkpoint directory. Blocking, as followers want it.
@@ -189,15 +177,13 @@ pub(crate) async fn attach(
     // Without the engine's own config nothing says which shapes it loaded, and other shapes would end it.
     match base.map(Expected::from_checkpoint).transpose()? {
         Some(base) if base.config == expected.config => Ok(identity),
-        other => Err(Error::Refused {
-            engine: attached.engine().url().into(),
-            what: "config.json of the model it was started with".into(),
-            expected: format!("{:?}", expected.config),
-            found: other.map_or_else(
-                || "not readable here, and no base checkpoint given".into(),
-                |base| format!("{:?}", base.config),
-            ),
-        }),
+        other => {
+            let (what, expected) =
+                ("config.json of the model it was started with", format!("{:?}", expected.config));
+            let none = || "not readable here, and no base checkpoint given".into();
+            let found = other.map_or_else(none, |base| format!("{:?}", base.config));
+            Err(Error::refused(attached.engine().url(), what, expected, found))
+        }
     }
 }
 
@@ -279,12 +265,8 @@ fn check_directory(engine: &str, identity: &Identity, directory: &Path) -> Resul
     if same {
         return Ok(());
     }
-    Err(Error::Refused {
-        engine: engine.into(),
-        what: "the model that it was started with, the only one it can load again,".into(),
-        expected: directory.display().to_string(),
-        found: only.display().to_string(),
-    })
+    let what = "the model that it was started with, the only one it can load again,";
+    Err(Error::refused(engine, what, directory.display().to_string(), only.display().to_string()))
 }
 
 /// Pause, load, look, continue. `serving` is the label of the weights that the engine has now, if they are

@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::activate::Limit;
 
-use crate::engine::{
-    BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, Rid, SamplingParams, expect_label,
-};
+use crate::engine::{BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, expect_label};
 use crate::error::{Error, Result};
 
 /// How long ending an activation may take, however it went.
@@ -239,20 +237,15 @@ async fn goes_on(engine: &dyn Engine, ask: Ask) -> Result<Token> {
 async fn generates(engine: &dyn Engine) -> Result<Token> {
     let token = token(engine).await?;
     if matches!(token, Token::None) && ready(engine).await? == Some(false) {
-        return Err(Error::Refused {
-            engine: engine.url().into(),
-            what: "continue_generation".into(),
-            expected: "200 of /ready and a token afterwards".into(),
-            found: format!("503, and no token within {TOKEN:?}"),
-        });
+        let expected = "200 of /ready and a token afterwards";
+        let found = format!("503, and no token within {TOKEN:?}");
+        return Err(Error::refused(engine.url(), "continue_generation", expected, found));
     }
     Ok(token)
 }
 
 async fn token(engine: &dyn Engine) -> Result<Token> {
-    let sampling =
-        SamplingParams { temperature: 0.0, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
-    let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![0], sampling };
+    let request = GenerateRequest::probe(vec![0], 1);
     match tokio::time::timeout(TOKEN, engine.generate(&request)).await {
         Ok(Ok(generation)) if !generation.output_ids.is_empty() => Ok(Token::Sound),
         Ok(Err(error @ Error::Reply { .. })) => Ok(Token::Unsound(error)),

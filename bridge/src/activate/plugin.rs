@@ -16,7 +16,7 @@ use super::Plan;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::live::Rank;
-use crate::live::rank::{FORMAT, RankFile, ServerFile, Told, server_path, started};
+use crate::live::rank::{FORMAT, Process, RankFile, Told, server_path};
 
 /// Between two looks at what a rank says.
 const LOOK: Duration = Duration::from_millis(2);
@@ -70,18 +70,15 @@ pub(super) async fn ranks(
     let said = all_ranks(engine, plan, options, limit).await;
     match &said {
         Ranks::Without(why) | Ranks::Unable(why) if options.required => {
-            Err(Error::NoPlugin { engine: engine.url().into(), why: why.clone() })
+            return Err(Error::NoPlugin { engine: engine.url().into(), why: why.clone() });
         }
-        Ranks::Ready => Ok(said),
-        Ranks::Without(why) => {
-            tracing::debug!(engine = engine.url(), why, "has no plugin");
-            Ok(said)
-        }
+        Ranks::Ready => {}
+        Ranks::Without(why) => tracing::debug!(engine = engine.url(), why, "has no plugin"),
         Ranks::Unable(why) | Ranks::Unprepared(why) => {
             tracing::info!(engine = engine.url(), label = plan.label, why, "loads instead of being patched");
-            Ok(said)
         }
     }
+    Ok(said)
 }
 
 async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions, limit: &Limit) -> Ranks {
@@ -148,7 +145,7 @@ impl Offered {
 pub(super) fn hands_on(engine: &dyn Engine, options: &PluginOptions) -> bool {
     let read = |port| regular::read(&server_path(&options.dir, port)).ok();
     let file = port(engine).and_then(read).and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    file.is_some_and(|file: ServerFile| started(file.pid) == Some(file.start))
+    file.is_some_and(|server: Process| !server.has_ended())
 }
 
 /// The port in the engine's URL.
@@ -166,8 +163,8 @@ fn read(path: &Path, rank: u32, ranks: u32) -> std::result::Result<RankFile, Ran
         Ok(file) => file,
         Err(error) => return unable(format!("{place} does not parse: {error}")),
     };
-    if started(file.pid) != Some(file.start) {
-        return Err(without(format!("{place} is of process {}, which has ended", file.pid)));
+    if file.process.has_ended() {
+        return Err(without(format!("{place} is of process {}, which has ended", file.process.pid)));
     }
     if file.format != FORMAT {
         return unable(format!(
@@ -188,6 +185,7 @@ fn read(path: &Path, rank: u32, ranks: u32) -> std::result::Result<RankFile, Ran
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::live::rank::started;
 
     #[test]
     fn a_rank_speaks_as_long_as_its_process_lives() {

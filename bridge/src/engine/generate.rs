@@ -98,6 +98,17 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
+    /// A greedy request of our own, which ends with `max_new_tokens` only.
+    pub(crate) fn probe(input_ids: Vec<i32>, max_new_tokens: u32) -> Self {
+        let sampling = SamplingParams {
+            temperature: 0.0,
+            max_new_tokens,
+            ignore_eos: true,
+            ..SamplingParams::default()
+        };
+        Self { rid: Rid::probe(), input_ids, sampling }
+    }
+
     /// Refuses what an engine would misbehave on. A token id outside the vocabulary ends a CPU engine's
     /// process altogether.
     ///
@@ -113,7 +124,7 @@ impl GenerateRequest {
         }
         let bound = vocabulary.unwrap_or(i32::MAX as u64);
         for ids in [&self.input_ids, &self.sampling.stop_token_ids] {
-            if let Some(id) = ids.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= bound)) {
+            if let Some(id) = outside(ids, bound) {
                 return fail("a token id", format!("in 0..{bound}"), id.to_string());
             }
         }
@@ -181,20 +192,20 @@ impl Generation {
         if self.output_ids.is_empty() && !matches!(self.finish, Finish::Abort { .. }) {
             return Err(self.refused("at least one token".into(), "none".into()));
         }
-        let outside = |id: &&i32| u64::try_from(**id).map_or(true, |id| id >= vocabulary);
-        match self.output_ids.iter().find(outside) {
-            None => Ok(()),
-            Some(id) => {
-                let expected = format!("token ids in 0..{vocabulary}, the model's vocabulary");
-                Err(self.refused(expected, format!("token {id}")))
-            }
-        }
+        let Some(id) = outside(&self.output_ids, vocabulary) else { return Ok(()) };
+        let expected = format!("token ids in 0..{vocabulary}, the model's vocabulary");
+        Err(self.refused(expected, format!("token {id}")))
     }
 
     /// The error of an engine whose reply is no sample.
     fn refused(&self, expected: String, found: String) -> Error {
         Error::Reply { engine: self.engine.clone(), call: "a generation".into(), expected, found }
     }
+}
+
+/// The first id that is no token of a vocabulary of this size.
+fn outside(ids: &[i32], vocabulary: u64) -> Option<&i32> {
+    ids.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= vocabulary))
 }
 
 /// What a reply should have been, and what it was.

@@ -85,12 +85,7 @@ impl Check<'_> {
         if expected == found {
             return Ok(());
         }
-        Err(Error::Refused {
-            engine: self.engine.into(),
-            what: what.into(),
-            expected: expected.into(),
-            found: excerpt(found.as_bytes()),
-        })
+        Err(Error::refused(self.engine, what, expected, excerpt(found.as_bytes())))
     }
 
     /// The sizes that decide the tensors' shapes, and what they are quantised to.

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use driftless_transport::Snapshot;
 use driftless_transport::activate::Limit;
+use serde::{Deserialize, Serialize};
 
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
 pub(crate) use generate::{Mismatch, log_probability};
@@ -174,12 +175,14 @@ pub enum Patched {
 
 /// What a pause does with running requests. New ones wait in every mode, unanswered, until generation
 /// continues.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum PauseMode {
     /// They are answered with what they have, finish reason `abort`. Takes a second where there are any.
     Abort,
     /// They go back to the queue and lose their KV cache, which is recomputed with the weights that are live
     /// then.
+    #[default]
     Retract,
     /// They stay, with the KV cache of the old weights.
     InPlace,

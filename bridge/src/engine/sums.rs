@@ -38,29 +38,21 @@ pub(crate) async fn check(engine: &dyn Engine, expected: &Sums) -> Result<LiveWe
         Sums::Known(expected) => expected,
         Sums::Unknown { reason } => return Ok(LiveWeights::Unchecked { reason: reason.clone() }),
     };
-    match difference(expected, &engine.live_sums().await?) {
-        None => Ok(LiveWeights::Equal),
-        Some(Difference { count, tensor, expected, found }) => {
-            Err(Error::LiveWeights { engine: engine.url().into(), count, tensor, expected, found })
-        }
-    }
+    compare(engine.url(), expected, &engine.live_sums().await?).map(|()| LiveWeights::Equal)
 }
 
-/// How many entries differ, and the first of them.
-#[derive(Debug, PartialEq, Eq)]
-struct Difference {
-    count: usize,
-    tensor: String,
-    expected: String,
-    found: String,
-}
-
-fn difference(expected: &BTreeMap<String, String>, found: &BTreeMap<String, String>) -> Option<Difference> {
+/// Counts the entries that differ, and names the first of them.
+fn compare(
+    engine: &str,
+    expected: &BTreeMap<String, String>,
+    found: &BTreeMap<String, String>,
+) -> Result<()> {
     let show = |sum: Option<&String>| sum.map_or_else(|| "none".to_owned(), Clone::clone);
     let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
     let mut differing = names.into_iter().filter(|name| expected.get(*name) != found.get(*name));
-    let first = differing.next()?;
-    Some(Difference {
+    let Some(first) = differing.next() else { return Ok(()) };
+    Err(Error::LiveWeights {
+        engine: engine.into(),
         count: 1 + differing.count(),
         tensor: first.clone(),
         expected: show(expected.get(first)),
@@ -78,8 +70,11 @@ mod tests {
             entries.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<BTreeMap<_, _>>()
         };
         let base = map(&[("a", "1"), ("b", "2")]);
-        let found = |other: &[(&str, &str)]| {
-            difference(&base, &map(other)).map(|d| (d.count, d.tensor, d.expected, d.found))
+        let found = |other: &[(&str, &str)]| match compare("an engine", &base, &map(other)) {
+            Err(Error::LiveWeights { count, tensor, expected, found, .. }) => {
+                Some((count, tensor, expected, found))
+            }
+            other => other.map(|()| None).unwrap(),
         };
         assert_eq!(found(&[("a", "1"), ("b", "2")]), None);
         assert_eq!(found(&[("a", "1"), ("b", "3")]), Some((1, "b".into(), "2".into(), "3".into())));

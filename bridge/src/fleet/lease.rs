@@ -74,7 +74,7 @@ impl<'a> Lease<'a> {
         let spans = self.member.state().identity.spans;
         let before = if spans { None } else { engine.label().await? };
         let generation = engine.generate(request).await?;
-        generation.validate(self.member.vocabulary())?;
+        generation.validate(self.member.expected.config.vocabulary)?;
         for span in &generation.spans {
             self.member.check_version("a generation", &span.label).await?;
         }

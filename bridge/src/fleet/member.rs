@@ -19,7 +19,7 @@ type Turn = tokio::sync::OwnedMutexGuard<Option<Instant>>;
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) engine: Arc<dyn Engine>,
-    expected: Expected,
+    pub(super) expected: Expected,
     /// Absent where any version will do.
     known: Option<Arc<Known>>,
     state: Mutex<State>,
@@ -78,11 +78,6 @@ impl Member {
         Attached::new(self.engine.clone(), self.state().identity.clone())
     }
 
-    /// Token ids below this are the model's.
-    pub(super) fn vocabulary(&self) -> u64 {
-        self.expected.config.vocabulary
-    }
-
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         // Nothing in here can be left half-changed by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -138,9 +133,10 @@ impl Member {
 }
 
 impl State {
-    /// Whether the engine serves this version or a later one of its run; any will do where none is asked for.
-    pub(super) fn serves(&self, minimum: Option<&Label>) -> bool {
-        minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
+    /// Whether the engine is up, and serves this version or a later one of its run; any will do where none is asked
+    /// for.
+    pub(super) fn may_take(&self, minimum: Option<&Label>) -> bool {
+        self.up && minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
     }
 
     fn label(&self) -> Option<Label> {

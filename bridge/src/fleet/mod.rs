@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::keys::Keys;
 use crate::kinds::connect;
 use lease::{Attempt, Lease};
-use member::{LOOK_EVERY, Member};
+use member::{LOOK_EVERY, Member, State};
 use newest::Known;
 pub use newest::Newest;
 pub use route::Route;
@@ -132,15 +132,8 @@ impl Fleet {
     /// What is known of each engine, without asking it.
     pub fn status(&self) -> Vec<EngineStatus> {
         let status = |member: &Arc<Member>| {
-            let state = member.state().clone();
-            let url = member.engine.url().to_owned();
-            EngineStatus {
-                url,
-                up: state.up,
-                serving: state.serving,
-                in_flight: state.in_flight,
-                failure: state.failure,
-            }
+            let State { up, serving, in_flight, failure, .. } = member.state().clone();
+            EngineStatus { url: member.engine.url().to_owned(), up, serving, in_flight, failure }
         };
         self.members.iter().map(status).collect()
     }
@@ -206,7 +199,7 @@ impl Fleet {
             let (mut there, mut waited_for, mut laggards) = (0, Vec::new(), Vec::new());
             for member in &self.members {
                 let mut state = member.state();
-                if state.up && state.serves(Some(label)) {
+                if state.may_take(Some(label)) {
                     state.left = false;
                     there += 1;
                     continue;
@@ -236,22 +229,11 @@ impl Fleet {
                 return Some(lease);
             }
             let begin = Instant::now();
-            for member in &self.members {
-                let lacking = {
-                    let state = member.state();
-                    !state.up || !state.serves(minimum)
-                };
-                if lacking {
-                    member.clone().look_aside();
-                }
-            }
+            let lacking = |member: &&Arc<Member>| !member.state().may_take(minimum);
+            self.members.iter().filter(lacking).for_each(|member| member.clone().look_aside());
             // Somebody freeing a place wakes one of us; engines that catch up do not, hence the bound.
             let _ = tokio::time::timeout(RECHECK.min(*left), self.freed.notified()).await;
-            let may_take = |member: &Arc<Member>| {
-                let state = member.state();
-                state.up && state.serves(minimum)
-            };
-            if !self.members.iter().any(may_take) {
+            if self.members.iter().all(|member| lacking(&member)) {
                 *left = left.saturating_sub(begin.elapsed());
             }
         }
@@ -261,15 +243,15 @@ impl Fleet {
     fn try_lease(&self, rid: Rid, minimum: Option<&Label>) -> Option<Lease<'_>> {
         let view = |member: &Arc<Member>| {
             let state = member.state();
-            View { eligible: state.up && state.serves(minimum), in_flight: state.in_flight }
+            View { eligible: state.may_take(minimum), in_flight: state.in_flight }
         };
         let views: Vec<View> = self.members.iter().map(view).collect();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let member =
-            &self.members[choose(self.options.route, &views, self.options.concurrency.max(1), turn)?];
+        let concurrency = self.options.concurrency.max(1);
+        let member = &self.members[choose(self.options.route, &views, concurrency, turn)?];
         let mut state = member.state();
         // Another task may have taken the last place since the view.
-        if state.in_flight >= self.options.concurrency.max(1) {
+        if state.in_flight >= concurrency {
             return None;
         }
         state.in_flight += 1;
@@ -294,6 +276,6 @@ async fn joined<T>(task: JoinHandle<T>) -> Result<T> {
     match task.await {
         Ok(value) => Ok(value),
         Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-        Err(error) => Err(Error::SetUp { what: "a task of the fleet", source: error.into() }),
+        Err(error) => Err(Error::set_up("a task of the fleet")(error)),
     }
 }

@@ -1,7 +1,7 @@
 //! The newest version that was published: an engine that says it serves a later one is wrong about its weights.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::engine::Label;
 use crate::error::{Error, Result};
@@ -36,33 +36,27 @@ impl Known {
         Self { newest, label: Mutex::default() }
     }
 
+    fn label(&self) -> MutexGuard<'_, Option<Label>> {
+        self.label.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Refuses the label of a version of the run that was not published; `call` is what told it.
     pub(super) async fn check(&self, engine: &str, call: &str, found: &str) -> Result<()> {
         let Ok(label) = found.parse::<Label>() else { return Ok(()) };
-        if self.known().is_some_and(|known| covers(&known, &label)) {
+        if self.label().as_ref().is_some_and(|known| covers(known, &label)) {
             return Ok(());
         }
         let look = self.newest.clone();
         let looked = tokio::task::spawn_blocking(move || (look.0)());
-        let setup = |error: tokio::task::JoinError| Error::SetUp {
-            what: "a task of the fleet",
-            source: error.into(),
-        };
-        let Some(newest) = looked.await.map_err(setup)? else { return Ok(()) };
-        *self.label.lock().unwrap_or_else(PoisonError::into_inner) = Some(newest.clone());
+        let looked = looked.await.map_err(Error::set_up("a task of the fleet"))?;
+        let Some(newest) = looked else { return Ok(()) };
+        *self.label() = Some(newest.clone());
         if covers(&newest, &label) {
             return Ok(());
         }
-        Err(Error::Reply {
-            engine: engine.to_owned(),
-            call: call.to_owned(),
-            expected: format!("a version that was published, {newest} at most"),
-            found: found.to_owned(),
-        })
-    }
-
-    fn known(&self) -> Option<Label> {
-        self.label.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        let expected = format!("a version that was published, {newest} at most");
+        let (engine, call, found) = (engine.to_owned(), call.to_owned(), found.to_owned());
+        Err(Error::Reply { engine, call, expected, found })
     }
 }
 

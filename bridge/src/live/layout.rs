@@ -82,22 +82,20 @@ impl Layout {
         for copy in &copies {
             let (Some(info), Some(storage)) = (tensors.get(copy.tensor), live.get(copy.live)) else {
                 let found = format!("tensor {} in storage {}", copy.tensor, copy.live);
-                return Err(wrong("a copy", "of a tensor, in a storage", found));
+                return Err(Error::live("a copy", "of a tensor, in a storage", found));
             };
             let subject = || format!("the copy of {} in {}", info.name, storage.name);
             if info.dtype != storage.dtype {
-                return Err(wrong(subject(), info.dtype.name(), storage.dtype.name().into()));
+                return Err(Error::live(subject(), info.dtype.name(), storage.dtype.name()));
             }
-            let elements = info.elements().map_err(|error| wrong(subject(), "a shape", error.to_string()))?;
+            let elements =
+                info.elements().map_err(|error| Error::live(subject(), "a shape", error.to_string()))?;
             let held = storage.bytes / storage.dtype.size();
             let view = View::new(copy).filter(|view| view.fits(elements, held)).ok_or_else(|| {
                 let expected =
                     format!("at most {DIMS_MAX} nested dimensions, of {elements} elements in {held}");
-                wrong(
-                    subject(),
-                    &expected,
-                    format!("size {:?} from {:?} to {:?}", copy.size, copy.from, copy.to),
-                )
+                let found = format!("size {:?} from {:?} to {:?}", copy.size, copy.from, copy.to);
+                Error::live(subject(), expected, found)
             })?;
             places[copy.tensor].push((copy.live, view));
         }
@@ -115,7 +113,7 @@ impl Layout {
         let known = self.tensors.get(&info.name);
         let Some(placed) = known.filter(|placed| placed.info == *info) else {
             let expected = known.map_or("a tensor of the model".into(), |placed| describe(&placed.info));
-            return Err(wrong(format!("tensor {}", info.name), &expected, describe(info)));
+            return Err(Error::live(format!("tensor {}", info.name), &expected, describe(info)));
         };
         Ok(placed.places.iter().filter_map(|(live, view)| Some((self.live.get(*live)?, view))))
     }
@@ -125,10 +123,6 @@ impl Layout {
     pub(super) fn copies(&self) -> usize {
         self.tensors.values().map(|placed| placed.places.len()).sum()
     }
-}
-
-fn wrong(what: impl Into<String>, expected: &str, found: String) -> Error {
-    Error::Live { what: what.into(), expected: expected.into(), found }
 }
 
 /// A copy between two strided views of the same sizes, in which an element's place tells its index.

@@ -40,7 +40,7 @@ pub use reply::{Cache, PatchDone, PatchRefused, PluginReply};
 use self::host::Host;
 use self::memory::{Found, Memory};
 use self::rank::{RankFile, Told};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 
 /// Between two looks for deltas.
 const LOOK: Duration = Duration::from_millis(5);
@@ -159,9 +159,8 @@ impl LiveModel {
         let (state, told) = (Mutex::new(state), Mutex::new(told));
         let shared = Arc::new(Shared { dir: dir.into(), rank, state, told });
         let weak = Arc::downgrade(&shared);
-        thread::Builder::new().name("driftless".into()).spawn(move || watch(&weak)).map_err(|source| {
-            Error::SetUp { what: "the thread that readies deltas", source: source.into() }
-        })?;
+        let watching = thread::Builder::new().name("driftless".into()).spawn(move || watch(&weak));
+        watching.map_err(Error::set_up("the thread that readies deltas"))?;
         Ok(Self { shared })
     }
 
@@ -243,20 +242,15 @@ impl Shared {
         let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
         let ready = state.ready.take().filter(is_it);
         if ready.is_none() && state.label.as_deref() != Some(label) && self.is_first(label) {
-            let (what, expected) = ("the delta to this version".into(), "ready".into());
-            let found = "it is not, and the checkpoint may not be there yet".into();
-            return Err(Error::Live { what, expected, found });
+            let found = "it is not, and the checkpoint may not be there yet";
+            return Err(Error::live("the delta to this version", "ready", found));
         }
         Ok(ready)
     }
 
-    fn told(&self) -> MutexGuard<'_, RankFile> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Tells what became of deltas, of those whose files are there, if that is news or the rank's file was removed.
     fn tell(&self, names: &BTreeSet<String>, news: BTreeMap<String, Told>) {
-        let mut told = self.told();
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         let known = told.deltas.clone();
         told.deltas.retain(|name, _| names.contains(name));
         told.deltas.extend(news);
@@ -290,11 +284,10 @@ impl Shared {
             || state.manifest.is_some_and(|live| live != base.manifest)
         {
             let live = state.label.as_deref().unwrap_or("unknown");
-            return Err(Error::Live {
-                what: "the live version".into(),
-                expected: format!("{} (manifest {}), where the delta starts from", base.label, base.manifest),
-                found: state.manifest.map_or_else(|| live.into(), |manifest| format!("{live} ({manifest})")),
-            });
+            let found = state.manifest.map_or_else(|| live.into(), |found| format!("{live} ({found})"));
+            let expected =
+                format!("{} (manifest {}), where the delta starts from", base.label, base.manifest);
+            return Err(Error::live("the live version", expected, found));
         }
         let began = Instant::now();
         let State { layout, memory, ready, .. } = &mut *state;
@@ -308,8 +301,7 @@ impl Shared {
 
 /// The delta of another rank of the engine is not `expected`.
 fn another_rank(expected: &str) -> Error {
-    let (what, found) = ("the delta of each rank".into(), "one that is not, as its own log says".into());
-    Error::Live { what, expected: expected.into(), found }
+    Error::live("the delta of each rank", expected, "one that is not, as its own log says")
 }
 
 /// Refuses values that are others than a delta's old ones.
@@ -318,9 +310,8 @@ fn check(delta: &PreparedDelta, found: Found, expected: impl FnOnce() -> String)
         return Ok(());
     }
     let tensor = delta.tensors().get(found.tensor).map_or("", |tensor| &tensor.name);
-    let (what, found) =
-        ("the live weights".into(), format!("{} others, the first in `{tensor}`", found.others));
-    Err(Error::Live { what, expected: expected(), found })
+    let found = format!("{} others, the first in `{tensor}`", found.others);
+    Err(Error::live("the live weights", expected(), found))
 }
 
 /// What was tried of a file.
@@ -352,7 +343,7 @@ fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>) {
             Ok(Some(delta)) => delta,
             Ok(None) => continue,
             Err(error) => {
-                news.insert(name.clone(), Told { target: String::new(), why_not: Some(text(&error)) });
+                news.insert(name.clone(), Told { target: String::new(), why_not: Some(chain(&error)) });
                 continue;
             }
         };
@@ -375,15 +366,9 @@ fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>) {
 fn attempt(shared: &Shared, path: &Path) -> Option<Told> {
     let delta = match PreparedDelta::open(path) {
         Ok(delta) => delta?,
-        Err(error) => return Some(Told { target: String::new(), why_not: Some(text(&error)) }),
+        Err(error) => return Some(Told { target: String::new(), why_not: Some(chain(&error)) }),
     };
     let target = delta.target().label.clone();
-    let why_not = shared.prepare(delta).err().map(|error| text(&error));
+    let why_not = shared.prepare(delta).err().map(|error| chain(&error));
     Some(Told { target, why_not })
-}
-
-/// An error and its causes in one line.
-fn text(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

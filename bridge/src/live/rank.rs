@@ -43,9 +43,8 @@ pub(crate) struct RankFile {
     /// [`FORMAT`], of plugins that say it.
     #[serde(default = "first_format")]
     pub(crate) format: u32,
-    pub(crate) pid: u32,
-    /// When the process began, in the kernel's clock ticks.
-    pub(crate) start: u64,
+    #[serde(flatten)]
+    pub(crate) process: Process,
     pub(crate) ranks: u32,
     /// Why it never patches.
     pub(crate) why_not: Option<String>,
@@ -87,15 +86,8 @@ impl Rank {
 impl RankFile {
     /// The file of a rank in this process, which has told nothing yet.
     pub(super) fn of(rank: Rank) -> Self {
-        let pid = std::process::id();
-        Self {
-            format: FORMAT,
-            pid,
-            start: started(pid).unwrap_or_default(),
-            ranks: rank.of,
-            why_not: None,
-            deltas: BTreeMap::new(),
-        }
+        let (process, ranks, deltas) = (Process::own(), rank.of, BTreeMap::new());
+        Self { format: FORMAT, process, ranks, why_not: None, deltas }
     }
 
     /// Writes it whole; makes the directory, for this user alone.
@@ -104,12 +96,23 @@ impl RankFile {
     }
 }
 
-/// The content of the file of an engine's HTTP server.
+/// Whose a file is: all that the file of an engine's HTTP server has.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct ServerFile {
+pub(crate) struct Process {
     pub(crate) pid: u32,
-    /// As a [`RankFile`]'s.
+    /// When it began, in the kernel's clock ticks.
     pub(crate) start: u64,
+}
+
+impl Process {
+    fn own() -> Self {
+        let pid = std::process::id();
+        Self { pid, start: started(pid).unwrap_or_default() }
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        started(self.pid) != Some(self.start)
+    }
 }
 
 /// Where the file of the server that listens on `port` lies in the plugins' directory `dir`.
@@ -123,9 +126,7 @@ pub(crate) fn server_path(dir: &Path, port: u16) -> PathBuf {
 /// # Errors
 /// As [`Rank::refuse`].
 pub fn announce_server(dir: &Path, port: u16) -> Result<()> {
-    let pid = std::process::id();
-    let file = ServerFile { pid, start: started(pid).unwrap_or_default() };
-    write(&server_path(dir, port), dir, &file)
+    write(&server_path(dir, port), dir, &Process::own())
 }
 
 /// Removes what processes that have ended left in the plugins' directory `dir`, an older plugin's as well.
@@ -140,9 +141,8 @@ pub(crate) fn sweep(dir: &Path) {
             continue;
         }
         let bytes = regular::read(&path).unwrap_or_default();
-        // Both kinds of files begin with it.
-        let has_ended = |of: ServerFile| started(of.pid) != Some(of.start);
-        if serde_json::from_slice(&bytes).is_ok_and(has_ended) {
+        // Both kinds of files have it.
+        if serde_json::from_slice(&bytes).is_ok_and(|of: Process| of.has_ended()) {
             // It tells nothing: left behind, it does no harm.
             let _ = fs::remove_file(&path);
         }

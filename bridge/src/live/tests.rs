@@ -140,7 +140,7 @@ impl Scene {
         let state = State { layout, memory, label: None, manifest: None, ready: None };
         let (state, told) = (Mutex::new(state), Mutex::new(RankFile::of(rank)));
         let shared = Shared { dir: dir.path().join("plugins"), rank, state, told };
-        shared.told().write(rank, &shared.dir).unwrap();
+        shared.told.lock().unwrap().write(rank, &shared.dir).unwrap();
         let mut scene = Self {
             shared,
             live,
@@ -542,7 +542,7 @@ fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
     let file = told(rank, &plugins);
     assert_eq!(file.deltas["delta-1"], Told { target: label(4), why_not: None });
     let process = (std::process::id(), rank::started(std::process::id()).unwrap());
-    assert_eq!((file.format, file.ranks, (file.pid, file.start)), (rank::FORMAT, 2, process));
+    assert_eq!((file.format, file.ranks, (file.process.pid, file.process.start)), (rank::FORMAT, 2, process));
     assert!(model.patch(&label(4), |vote| vote).unwrap().is_some());
     let weak = Arc::downgrade(&model.shared);
     drop(model);

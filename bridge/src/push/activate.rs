@@ -26,8 +26,9 @@ use crate::error::{Error, Result};
 use crate::kinds::connect_sglang;
 use crate::sglang::{Client, MemoryTag};
 
-/// Options of a [`PushActivator`].
-#[derive(Debug, Clone, Setters)]
+/// Options of a [`PushActivator`]. The default: no keys, default deadlines, running requests go back to the queue,
+/// nothing is given back.
+#[derive(Debug, Clone, Default, Setters)]
 #[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
 pub struct PushOptions {
@@ -43,13 +44,6 @@ pub struct PushOptions {
     /// What engines with `--enable-memory-saver` give back while they are updated; their requests are aborted
     /// then. Never [`MemoryTag::Weights`], which an update writes to.
     pub release: Vec<MemoryTag>,
-}
-
-impl Default for PushOptions {
-    /// No keys, default deadlines, running requests go back to the queue, nothing is given back.
-    fn default() -> Self {
-        Self { client: ClientOptions::default(), pause: PauseMode::Retract, base: None, release: Vec::new() }
-    }
 }
 
 /// Activates versions on several engines at once. One follower drives it as if it were one engine.
@@ -99,36 +93,20 @@ impl<P: Push> PushActivator<P> {
         if urls.is_empty() || urls.len() < clients.len() {
             return Err(Error::Fleet { found: addresses.to_vec() });
         }
-        let identities = clients.iter().map(|_| None).collect();
-        let pauses = vec![Pause::default(); clients.len()];
+        let (identities, pauses) = (vec![None; clients.len()], vec![Pause::default(); clients.len()]);
         let runtime = runtime::handle().map_err(Error::threads)?;
         Ok(Self { push, runtime, options, clients, identities, activated: None, pauses })
     }
 
-    fn wait<T: Send>(&self, future: impl Future<Output = T> + Send) -> T {
-        wait(&self.runtime, future)
-    }
-
-    fn current_label(&mut self) -> Result<Option<String>> {
-        let limit = pause::last_words();
-        let clients: Vec<_> = self.clients.iter().map(|client| client.limited(&limit)).collect();
-        let labels: std::collections::BTreeSet<_> = self.look(&clients)?.into_iter().collect();
-        let one = if labels.len() == 1 { labels.into_iter().next().flatten() } else { None };
-        Ok(one.filter(|label| label.parse::<Label>().is_ok()))
-    }
-
     /// The labels of their weights, where those are known.
     fn look(&mut self, clients: &[Client]) -> Result<Vec<Option<String>>> {
-        let mut pauses = std::mem::take(&mut self.pauses);
-        let labels = self.wait(async {
+        wait(&self.runtime, async {
             let mut labels = Vec::new();
-            for (client, pause) in clients.iter().zip(&mut pauses) {
+            for (client, pause) in clients.iter().zip(&mut self.pauses) {
                 labels.push(pause.look(client).await?);
             }
             Ok(labels)
-        });
-        self.pauses = pauses;
-        labels
+        })
     }
 
     fn activate_all(&mut self, target: &Target<'_>) -> Result<Duration> {
@@ -156,11 +134,13 @@ impl<P: Push> PushActivator<P> {
         let expected = Expected::from_snapshot(checkpoint, place)?;
         let clients: Vec<_> = self.clients.iter().map(|client| client.limited(target.limit)).collect();
         let labels = self.look(&clients)?;
-        let (known, activated) = (std::mem::take(&mut self.identities), self.activated.take());
+        // Whoever fails here is asked anew the next time, and so is everyone else.
+        let nobody = vec![None; clients.len()];
+        let (known, activated) = (std::mem::replace(&mut self.identities, nobody), self.activated.take());
         let mut plans = Vec::new();
         for ((client, label), known) in clients.iter().zip(labels).zip(known) {
             let (base, activated) = (self.options.base.as_deref(), activated.clone());
-            let asked = wait(&self.runtime, async {
+            let (identity, released, server) = wait(&self.runtime, async {
                 let serving = client.model_info().await?.weight_version;
                 let released = match Occupation::of(serving.as_deref()) {
                     Occupation::Whole => Vec::new(),
@@ -171,10 +151,7 @@ impl<P: Push> PushActivator<P> {
                 let identity = attach(Arc::new(client.clone()), base, target, known, activated).await?;
                 let server = if same { None } else { Some(client.server_info().await?) };
                 Ok::<_, Error>((identity, released, server))
-            });
-            // Whoever failed here is asked anew the next time, and so is everyone else.
-            self.identities = self.clients.iter().map(|_| None).collect();
-            let (identity, released, server) = asked?;
+            })?;
             Check { engine: client.url() }.quantization(&expected, &["none"])?;
             if let Some(server) = &server {
                 self.push.admit(client.url(), server)?;
@@ -191,7 +168,7 @@ impl<P: Push> PushActivator<P> {
     fn transact(&mut self, plans: &[Plan], target: &Target<'_>) -> Result<()> {
         let mode = self.options.pause;
         self.pauses.iter_mut().for_each(|pause| pause.begin(mode));
-        self.wait(async {
+        wait(&self.runtime, async {
             for plan in plans {
                 make_ready(plan, mode, target.label).await?;
             }
@@ -200,7 +177,7 @@ impl<P: Push> PushActivator<P> {
         self.pauses.iter_mut().for_each(Pause::touched);
         // A version's label is the last thing that an engine gets, once every engine was looked at.
         self.push.push(target.weights, None)?;
-        self.wait(async {
+        wait(&self.runtime, async {
             for plan in plans {
                 take_back(&plan.client, target.label).await?;
                 check(&plan.client, &plan.sums).await?;
@@ -215,11 +192,10 @@ impl<P: Push> PushActivator<P> {
     /// Ends every engine's pause, once it has its memory, and tells of the first that should go on and does
     /// not.
     fn end(&mut self, plans: &[Plan], label: &str, failed: Option<&Error>) -> Result<()> {
-        let mut pauses = std::mem::take(&mut self.pauses);
         let limit = pause::last_words();
-        let ended = self.wait(async {
+        wait(&self.runtime, async {
             let mut ended = Ok(());
-            for (plan, pause) in plans.iter().zip(&mut pauses) {
+            for (plan, pause) in plans.iter().zip(&mut self.pauses) {
                 let client = &plan.client.limited(&limit);
                 let each = match take_back(client, label).await {
                     Ok(()) => pause.end(client, plan.serving.as_deref(), Ask::Token, failed).await,
@@ -228,9 +204,7 @@ impl<P: Push> PushActivator<P> {
                 ended = ended.and(each);
             }
             ended
-        });
-        self.pauses = pauses;
-        ended
+        })
     }
 }
 
@@ -252,7 +226,7 @@ async fn make_ready(plan: &Plan, mode: PauseMode, label: &str) -> Result<()> {
 
 /// Gives an engine back the memory that it is without.
 async fn take_back(client: &Client, label: &str) -> Result<()> {
-    match Occupation::asked(client).await? {
+    match Occupation::of(client.model_info().await?.weight_version.as_deref()) {
         Occupation::Whole => Ok(()),
         Occupation::Released(tags) => occupation::resume(client, label, &tags, &tags).await,
         Occupation::InDoubt => Err(in_doubt(client)),
@@ -265,7 +239,11 @@ impl<P: Push> Activate for PushActivator<P> {
     }
 
     fn serving(&mut self) -> Result<Option<String>, BoxError> {
-        Ok(self.current_label()?)
+        let limit = pause::last_words();
+        let clients: Vec<_> = self.clients.iter().map(|client| client.limited(&limit)).collect();
+        let labels: std::collections::BTreeSet<_> = self.look(&clients)?.into_iter().collect();
+        let one = if labels.len() == 1 { labels.into_iter().next().flatten() } else { None };
+        Ok(one.filter(|label| label.parse::<Label>().is_ok()))
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {

@@ -26,13 +26,9 @@ pub struct Bucket {
 pub fn plan(tensors: &[TensorInfo], budget: u64) -> Result<Vec<Bucket>> {
     let mut items = Vec::new();
     for (index, info) in tensors.iter().enumerate() {
-        match info.byte_len() {
-            Ok(0) => {}
-            Ok(bytes) => items.push(Item { index, bytes, expert: is_expert(&info.name) }),
-            Err(_) => {
-                let (tensor, shape) = (info.name.clone(), info.shape.clone());
-                return Err(Error::TooLarge { tensor, shape });
-            }
+        let (bytes, expert) = (byte_len(info)?, is_expert(&info.name));
+        if bytes > 0 {
+            items.push(Item { index, bytes, expert });
         }
     }
     let mut buckets = Vec::new();
@@ -41,13 +37,16 @@ pub fn plan(tensors: &[TensorInfo], budget: u64) -> Result<Vec<Bucket>> {
         class.sort_by_key(|item| (std::cmp::Reverse(item.bytes), item.index));
         buckets.extend(first_fit(&class, budget));
     }
-    buckets.iter_mut().for_each(|bucket| align(tensors, bucket));
+    // Tensors of wide elements come first.
+    for bucket in &mut buckets {
+        bucket.tensors.sort_by_key(|&index| (std::cmp::Reverse(tensors[index].dtype.size()), index));
+    }
     Ok(buckets)
 }
 
-/// Puts tensors of wide elements first.
-fn align(tensors: &[TensorInfo], bucket: &mut Bucket) {
-    bucket.tensors.sort_by_key(|&index| (std::cmp::Reverse(tensors[index].dtype.size()), index));
+/// What a tensor has, if that can be counted.
+pub(super) fn byte_len(info: &TensorInfo) -> Result<u64> {
+    info.byte_len().map_err(|_| Error::TooLarge { tensor: info.name.clone(), shape: info.shape.clone() })
 }
 
 struct Item {

@@ -35,11 +35,6 @@ impl Occupation {
             _ => Self::Whole,
         }
     }
-
-    /// What an engine's label says.
-    pub(crate) async fn asked(client: &Client) -> Result<Self> {
-        Ok(Self::of(client.model_info().await?.weight_version.as_deref()))
-    }
 }
 
 /// Lets a paused engine give memory back. Requests that it still holds are aborted: it ends when it is told
@@ -71,13 +66,9 @@ pub(crate) async fn resume(
 
 /// Memory that may or may not be there must not be touched.
 pub(crate) fn in_doubt(client: &Client) -> Error {
-    Error::Refused {
-        engine: client.url().into(),
-        what: "its weight version".into(),
-        expected: "one that says which of its memory it has".into(),
-        found: "?releasing or ?resuming, because whoever told it to died meanwhile; start the engine again"
-            .into(),
-    }
+    let expected = "one that says which of its memory it has";
+    let found = "?releasing or ?resuming, because whoever told it to died meanwhile; start the engine again";
+    Error::refused(client.url(), "its weight version", expected, found)
 }
 
 fn mark(label: &str, verb: &str, tags: &[MemoryTag]) -> String {
@@ -97,12 +88,8 @@ async fn idle(client: &Client) -> Result<()> {
         }
         tokio::time::sleep(crate::engine::BETWEEN_TRIES).await;
     }
-    Err(Error::Refused {
-        engine: client.url().into(),
-        what: "the number of its requests".into(),
-        expected: "0 once every request is aborted, before it gives memory back".into(),
-        found: "more".into(),
-    })
+    let expected = "0 once every request is aborted, before it gives memory back";
+    Err(Error::refused(client.url(), "the number of its requests", expected, "more"))
 }
 
 #[cfg(test)]

@@ -35,13 +35,7 @@ impl Capabilities {
             "/update_weight_version",
         ] {
             if !client.has_post(path).await? {
-                let (expected, found) = ("a call of the engine".into(), "no such call".into());
-                return Err(Error::Refused {
-                    engine: client.url().into(),
-                    what: path.into(),
-                    expected,
-                    found,
-                });
+                return Err(Error::refused(client.url(), path, "a call of the engine", "no such call"));
             }
         }
         let ready = client.ready().await?;

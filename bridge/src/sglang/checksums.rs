@@ -25,12 +25,8 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
     let config = Expected::from_snapshot(snapshot, place)?.config;
     if let Some(found) = config.quantization {
         let (path, what) = (place.join("config.json"), "quantization_config".into());
-        return Err(Error::Config {
-            path,
-            what,
-            expected: "none, where checksums are compared".into(),
-            found,
-        });
+        let expected = "none, where checksums are compared".into();
+        return Err(Error::Config { path, what, expected, found });
     }
     check_tensors(snapshot, place, &config, config.dtype)?;
     checksums_of(&config, |name| {

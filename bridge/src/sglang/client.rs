@@ -7,10 +7,7 @@ use driftless_transport::activate::Limit;
 use serde_json::{Value, json};
 
 use super::generate::{self, RawGeneration};
-use super::wire::{
-    ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, PluginUpdated, Status, TensorUpdate,
-    pause_word,
-};
+use super::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, PluginUpdated, TensorUpdate};
 use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
@@ -56,11 +53,6 @@ impl Client {
         Self { connection: self.connection.limited(limit), deadlines: self.deadlines }
     }
 
-    /// The deadlines this client was made with.
-    pub fn deadlines(&self) -> Deadlines {
-        self.deadlines
-    }
-
     /// `GET /model_info`, or its older name where there is none.
     ///
     /// # Errors
@@ -94,13 +86,7 @@ impl Client {
     /// As [`Client::model_info`].
     pub async fn ready(&self) -> Result<Option<bool>> {
         let call = self.get("/ready", self.deadlines.info);
-        let reply = self.connection.send(call).await?;
-        match reply.status {
-            200 => Ok(Some(true)),
-            503 => Ok(Some(false)),
-            404 => Ok(None),
-            _ => Err(self.connection.status_error(call, &reply)),
-        }
+        self.connection.status(call, &[(200, Some(true)), (503, Some(false)), (404, None)]).await
     }
 
     /// `GET /v1/loads?include=core`: the load of every data-parallel rank.
@@ -120,7 +106,7 @@ impl Client {
     /// [`Error::Reply`] when it is not so; as [`Client::model_info`].
     pub async fn generate(&self, request: &GenerateRequest) -> Result<Generation> {
         let body = generate::body(request);
-        let call = self.post("/generate", Level::Normal, &body, self.deadlines.generate);
+        let call = Call::post("/generate", Level::Normal, Some(&body), self.deadlines.generate);
         let raw: RawGeneration = self.connection.json(call).await?;
         raw.check(request, self.url())
             .map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
@@ -131,7 +117,7 @@ impl Client {
     /// # Errors
     /// As [`Client::model_info`].
     pub async fn pause(&self, mode: PauseMode) -> Result<()> {
-        let body = json!({ "mode": pause_word(mode) });
+        let body = json!({ "mode": mode });
         self.is_ok("/pause_generation", &body).await
     }
 
@@ -151,14 +137,8 @@ impl Client {
     /// # Errors
     /// As [`Client::model_info`].
     pub async fn flush_cache(&self) -> Result<bool> {
-        let body = json!({});
-        let call = self.post("/flush_cache", Level::Control, &body, self.deadlines.control);
-        let reply = self.connection.send(call).await?;
-        match reply.status {
-            200 => Ok(true),
-            400 => Ok(false),
-            _ => Err(self.connection.status_error(call, &reply)),
-        }
+        let call = self.post("/flush_cache", &EMPTY, self.deadlines.control);
+        self.connection.status(call, &[(200, true), (400, false)]).await
     }
 
     /// `POST /update_weights_from_disk`.
@@ -168,7 +148,7 @@ impl Client {
     /// [`Client::model_info`].
     pub async fn update_weights_from_disk(&self, update: &DiskUpdate) -> Result<DiskUpdated> {
         let body = update_body(update);
-        let call = self.post("/update_weights_from_disk", Level::Control, &body, self.deadlines.load);
+        let call = self.post("/update_weights_from_disk", &body, self.deadlines.load);
         let reply = self.connection.send(call).await?;
         self.updated(call, &reply)
     }
@@ -176,7 +156,7 @@ impl Client {
     /// [`Client::update_weights_from_disk`] of an engine whose plugin may carry it out, or refuse it, instead.
     pub(crate) async fn update_by_plugin(&self, update: &DiskUpdate) -> Result<PluginUpdated> {
         let body = update_body(update);
-        let call = self.post("/update_weights_from_disk", Level::Control, &body, self.deadlines.load);
+        let call = self.post("/update_weights_from_disk", &body, self.deadlines.load);
         let reply = self.connection.send(call).await?;
         let message = serde_json::from_slice(&reply.body)
             .map_or_else(|_| String::new(), |Outcome { message, .. }| message);
@@ -261,7 +241,7 @@ impl Client {
     async fn occupation(&self, path: &str, tags: &[MemoryTag]) -> Result<()> {
         let words: Vec<_> = tags.iter().map(|tag| tag.as_str()).collect();
         let body = json!({ "tags": words });
-        self.connection.ok(self.post(path, Level::Control, &body, self.deadlines.load)).await
+        self.connection.ok(self.post(path, &body, self.deadlines.load)).await
     }
 
     /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::sglang::Capabilities) says
@@ -303,7 +283,7 @@ impl Client {
     /// [`Error::Reply`] when there are none; as [`Client::model_info`].
     pub async fn checksums(&self) -> Result<Vec<RankChecksums>> {
         let body = json!({ "action": "checksum" });
-        let call = self.post("/weights_checker", Level::Control, &body, self.deadlines.load);
+        let call = self.post("/weights_checker", &body, self.deadlines.load);
         let reply: ChecksumReply = self.connection.json(call).await?;
         if !reply.success || reply.ranks.is_empty() {
             return Err(self.connection.malformed(call, "checksums of at least one rank", &reply.message));
@@ -317,19 +297,13 @@ impl Client {
     /// As [`Client::model_info`].
     pub async fn abort(&self, request: &crate::engine::Rid) -> Result<()> {
         let body = json!({ "rid": request.to_string(), "abort_all": false });
-        self.connection.ok(self.post("/abort_request", Level::Control, &body, self.deadlines.control)).await
+        self.connection.ok(self.post("/abort_request", &body, self.deadlines.control)).await
     }
 
     /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
     /// path it is 404.
     pub(crate) async fn has_post(&self, path: &str) -> Result<bool> {
-        let call = self.get(path, self.deadlines.info);
-        let reply = self.connection.send(call).await?;
-        match reply.status {
-            405 => Ok(true),
-            404 => Ok(false),
-            _ => Err(self.connection.status_error(call, &reply)),
-        }
+        self.connection.has_post(path, Level::Normal, self.deadlines.info).await
     }
 
     /// A call that is none of the above, for the conformance suite's malformed ones: the status and the body.
@@ -355,17 +329,12 @@ impl Client {
     /// A control call that answers `{"status": "ok"}`. Another body is a proxy's, or an engine's that did
     /// nothing.
     async fn is_ok(&self, path: &str, body: &Value) -> Result<()> {
-        let call = self.post(path, Level::Control, body, self.deadlines.control);
-        let reply: Status = self.connection.json(call).await?;
-        if reply.status == "ok" {
-            return Ok(());
-        }
-        Err(self.connection.malformed(call, "status ok", &excerpt(reply.status.as_bytes())))
+        self.connection.status_is(self.post(path, body, self.deadlines.control), "ok").await
     }
 
     /// A control call that answers `{success, message}`.
     async fn succeeds(&self, path: &str, body: &Value, deadline: Duration) -> Result<()> {
-        let call = self.post(path, Level::Control, body, deadline);
+        let call = self.post(path, body, deadline);
         let reply = self.connection.send(call).await?;
         self.outcome(call, &reply)
     }
@@ -379,34 +348,24 @@ impl Client {
         if outcome.success {
             return Ok(());
         }
-        Err(self.connection.malformed(
-            call,
-            "success true with status 200",
-            &excerpt(outcome.message.as_bytes()),
-        ))
+        let found = excerpt(outcome.message.as_bytes());
+        Err(self.connection.malformed(call, "success true with status 200", &found))
     }
 
     fn get<'a>(&self, path: &'a str, deadline: Duration) -> Call<'a> {
-        Call { method: "GET", path, level: Level::Normal, body: None, deadline }
+        Call::get(path, Level::Normal, deadline)
     }
 
-    fn post<'a>(&self, path: &'a str, level: Level, body: &'a Value, deadline: Duration) -> Call<'a> {
-        Call { method: "POST", path, level, body: Some(body), deadline }
+    fn post<'a>(&self, path: &'a str, body: &'a Value, deadline: Duration) -> Call<'a> {
+        Call::post(path, Level::Control, Some(body), deadline)
     }
 }
 
 fn update_body(update: &DiskUpdate) -> Value {
-    let mut body = json!({ "model_path": update.model_path, "flush_cache": update.flush_cache, "abort_all_requests": false });
-    if let Some(object) = body.as_object_mut() {
-        if let Some(format) = &update.load_format {
-            object.insert("load_format".into(), format.as_str().into());
-        }
-        if let Some(label) = &update.weight_version {
-            object.insert("weight_version".into(), label.as_str().into());
-        }
-        if update.only_patch {
-            object.insert("manifest".into(), json!({ "driftless": "patch" }));
-        }
+    let mut body = json!(update);
+    body["abort_all_requests"] = false.into();
+    if update.only_patch {
+        body["manifest"] = json!({ "driftless": "patch" });
     }
     body
 }

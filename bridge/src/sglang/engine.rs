@@ -103,14 +103,7 @@ async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
 }
 
 async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
-    let update = DiskUpdate {
-        model_path: load.directory.into(),
-        load_format: load.identity.load_format.clone(),
-        weight_version: Some(load.label.into()),
-        flush_cache: false,
-        only_patch: false,
-    };
-    match client.update_weights_from_disk(&update).await? {
+    match client.update_weights_from_disk(&update_of(load)).await? {
         DiskUpdated::Done => Ok(()),
         // Applied all the same: the flush is what is missing.
         DiskUpdated::Unflushed => empty_cache(client, load.pause).await,
@@ -119,7 +112,9 @@ async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
 
 /// One call for weights, cache and label.
 async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
-    match client.update_by_plugin(&patch_update(load, false)).await? {
+    let flush_cache = load.identity.flushes_with_patch(load.pause);
+    let update = DiskUpdate { flush_cache, ..update_of(load) };
+    match client.update_by_plugin(&update).await? {
         PluginUpdated::Done { done, behind } => {
             patched(client, load, &done, &behind).await.map(|()| Patched::Patched)
         }
@@ -136,7 +131,8 @@ async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
 }
 
 async fn patch_running(client: &Client, load: Reload<'_>) -> Result<Option<Duration>> {
-    match client.update_by_plugin(&patch_update(load, true)).await? {
+    let update = DiskUpdate { only_patch: true, ..update_of(load) };
+    match client.update_by_plugin(&update).await? {
         PluginUpdated::Done { done, behind } => {
             patched(client, load, &done, &behind).await.map(|()| Some(done.stood_still()))
         }
@@ -144,22 +140,22 @@ async fn patch_running(client: &Client, load: Reload<'_>) -> Result<Option<Durat
             refused.log(client.url());
             Ok(None)
         }
-        PluginUpdated::Engine(updated) => Err(Error::Refused {
-            engine: client.url().into(),
-            what: "the reply to a call for a patch without a pause".into(),
-            expected: format!("one of its plugin about {}", load.label),
-            found: format!("{updated:?}, without one"),
-        }),
+        PluginUpdated::Engine(updated) => {
+            let what = "the reply to a call for a patch without a pause";
+            let expected = format!("one of its plugin about {}", load.label);
+            Err(Error::refused(client.url(), what, expected, format!("{updated:?}, without one")))
+        }
     }
 }
 
-fn patch_update(load: Reload<'_>, only_patch: bool) -> DiskUpdate {
+/// A load that flushes nothing.
+fn update_of(load: Reload<'_>) -> DiskUpdate {
     DiskUpdate {
         model_path: load.directory.into(),
         load_format: load.identity.load_format.clone(),
         weight_version: Some(load.label.into()),
-        flush_cache: !only_patch && load.identity.flushes_with_patch(load.pause),
-        only_patch,
+        flush_cache: false,
+        only_patch: false,
     }
 }
 
@@ -203,9 +199,8 @@ async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
         }
         tokio::time::sleep(BETWEEN_TRIES).await;
     }
-    let (expected, found) =
-        ("accepted once every request is aborted".into(), format!("refused {TRIES} times"));
-    Err(Error::Refused { engine: client.url().into(), what: "flush_cache".into(), expected, found })
+    let expected = "accepted once every request is aborted";
+    Err(Error::refused(client.url(), "flush_cache", expected, format!("refused {TRIES} times")))
 }
 
 fn sums(identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {

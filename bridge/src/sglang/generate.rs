@@ -28,15 +28,13 @@ fn sampling(params: &SamplingParams) -> Value {
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
     });
-    if let Some(object) = value.as_object_mut() {
-        if let Some(seed) = params.sampling_seed {
-            object.insert("sampling_seed".into(), seed.into());
-        }
-        if !params.stop.is_empty() {
-            object.insert("stop".into(), params.stop.clone().into());
-            // Token ids are what is trained on: the text that they end with stays.
-            object.insert("no_stop_trim".into(), true.into());
-        }
+    if let Some(seed) = params.sampling_seed {
+        value["sampling_seed"] = seed.into();
+    }
+    if !params.stop.is_empty() {
+        value["stop"] = params.stop.clone().into();
+        // Token ids are what is trained on: the text that they end with stays.
+        value["no_stop_trim"] = true.into();
     }
     value
 }
@@ -82,10 +80,8 @@ impl RawGeneration {
         let finish = meta.finish_reason.check()?;
         let log_probs = log_probs(&self.output_ids, meta.output_token_logprobs)?;
         if self.output_ids.len() > request.sampling.max_new_tokens as usize {
-            return Err((
-                format!("at most {} output_ids", request.sampling.max_new_tokens),
-                self.output_ids.len().to_string(),
-            ));
+            let expected = format!("at most {} output_ids", request.sampling.max_new_tokens);
+            return Err((expected, self.output_ids.len().to_string()));
         }
         let spans_reported = meta.weight_versions.is_some();
         let spans = spans(self.output_ids.len(), meta.weight_versions, meta.weight_version)?;
@@ -116,10 +112,8 @@ impl RawFinish {
 fn log_probs(ids: &[i32], entries: Option<Vec<RawLogProb>>) -> Result<Vec<f32>, Mismatch> {
     let entries = entries.unwrap_or_default();
     if entries.len() != ids.len() {
-        return Err((
-            format!("{} entries of output_token_logprobs, one per output id", ids.len()),
-            entries.len().to_string(),
-        ));
+        let expected = format!("{} entries of output_token_logprobs, one per output id", ids.len());
+        return Err((expected, entries.len().to_string()));
     }
     let mut out = Vec::with_capacity(ids.len());
     for (at, ((log_prob, id, _), sampled)) in entries.into_iter().zip(ids).enumerate() {
@@ -146,10 +140,8 @@ fn spans(
     let mut next = 0;
     for span in &spans {
         if span.start != next || span.end < span.start {
-            return Err((
-                format!("a weight_versions span from {next}"),
-                format!("{}..{}", span.start, span.end),
-            ));
+            let found = format!("{}..{}", span.start, span.end);
+            return Err((format!("a weight_versions span from {next}"), found));
         }
         next = span.end;
     }

@@ -23,19 +23,15 @@ pub(crate) fn compare(
     server: &ServerInfo,
     local: Option<&Expected>,
 ) -> Result<Identity> {
-    let set_up = SetUp(Check { engine });
-    let check = &set_up.0;
-    set_up.check(model, server)?;
-    check.equal(
-        "architectures",
-        &[expected.config.architecture.as_str()].join(","),
-        &model.architectures.clone().unwrap_or_default().join(","),
-    )?;
-    set_up.quantization(expected, server)?;
+    let check = Check { engine };
+    check.set_up(model, server)?;
+    let architectures = model.architectures.clone().unwrap_or_default().join(",");
+    check.equal("architectures", &expected.config.architecture, &architectures)?;
+    check.server_quantization(expected, server)?;
     if let Some(local) = local {
         check.config(expected, local)?;
     }
-    let dtype = set_up.dtype(expected, server, local)?;
+    let dtype = check.dtype(expected, server, local)?;
     Ok(Identity {
         version: server.version.clone(),
         device: server.device.clone(),
@@ -55,47 +51,35 @@ pub(crate) fn compare(
 }
 
 /// What SGLang alone says, compared with what can be updated.
-struct SetUp<'a>(Check<'a>);
-
-impl SetUp<'_> {
+impl Check<'_> {
     /// The combinations that cannot be updated from disk as a whole, or that were never run here.
-    fn check(&self, model: &ModelInfo, server: &ServerInfo) -> Result<()> {
-        self.0.equal("frontend", "python", server.frontend.as_deref().unwrap_or("python"))?;
-        self.0.equal(
-            "is_generation",
-            "true",
-            if model.is_generation == Some(false) { "false" } else { "true" },
-        )?;
+    fn set_up(&self, model: &ModelInfo, server: &ServerInfo) -> Result<()> {
+        self.equal("frontend", "python", server.frontend.as_deref().unwrap_or("python"))?;
+        self.equal("is_generation", "true", &model.is_generation.unwrap_or(true).to_string())?;
         for (what, size) in [("pp_size", server.pp_size), ("dp_size", server.dp_size)] {
-            self.0.equal(what, "1", &size.unwrap_or(1).to_string())?;
+            self.equal(what, "1", &size.unwrap_or(1).to_string())?;
         }
         let role =
             server.disaggregation_mode.as_deref().or(model.disaggregation_mode.as_deref()).unwrap_or("null");
-        self.0.equal("disaggregation_mode", "null", role)?;
-        self.0.equal("weight_cache_mode", "off", server.weight_cache_mode.as_deref().unwrap_or("off"))?;
+        self.equal("disaggregation_mode", "null", role)?;
+        self.equal("weight_cache_mode", "off", server.weight_cache_mode.as_deref().unwrap_or("off"))?;
         let draft =
             server.speculative_draft_model_path.as_deref().or(server.speculative_algorithm.as_deref());
-        self.0.equal("speculative_algorithm and its draft model", "none", draft.unwrap_or("none"))?;
-        let overrides = server.json_model_override_args.as_deref().unwrap_or("{}");
-        self.0.equal(
-            "json_model_override_args",
-            "{}",
-            if overrides.trim().is_empty() { "{}" } else { overrides },
-        )?;
-        let format = server.load_format.as_deref().unwrap_or("auto");
-        if LOAD_FORMATS.contains(&format) {
-            Ok(())
-        } else {
-            self.0.equal("load_format", &LOAD_FORMATS.join(" or "), format)
+        self.equal("speculative_algorithm and its draft model", "none", draft.unwrap_or("none"))?;
+        let overrides = server.json_model_override_args.as_deref().filter(|set| !set.trim().is_empty());
+        self.equal("json_model_override_args", "{}", overrides.unwrap_or("{}"))?;
+        match server.load_format.as_deref().unwrap_or("auto") {
+            format if LOAD_FORMATS.contains(&format) => Ok(()),
+            format => self.equal("load_format", &LOAD_FORMATS.join(" or "), format),
         }
     }
 
     /// What `--quantization` says, if the server was given it: without, the checkpoint's config does.
-    fn quantization(&self, expected: &Expected, server: &ServerInfo) -> Result<()> {
-        self.0.quantization(expected, &["none", FP8_BLOCKS])?;
+    fn server_quantization(&self, expected: &Expected, server: &ServerInfo) -> Result<()> {
+        self.quantization(expected, &["none", FP8_BLOCKS])?;
         let Some(found) = &server.quantization else { return Ok(()) };
         let quantized = expected.config.quantization.is_some();
-        self.0.equal("quantization", if quantized { "fp8" } else { "none" }, found)
+        self.equal("quantization", if quantized { "fp8" } else { "none" }, found)
     }
 
     /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would
@@ -109,14 +93,12 @@ impl SetUp<'_> {
             "auto" => Some(configured),
             other => torch_dtype(other),
         };
-        match dtype {
-            Some(dtype) if dtype == expected.config.dtype => Ok(dtype),
-            Some(dtype) => self
-                .0
-                .equal("dtype", expected.config.dtype.name(), &format!("{} (dtype {name})", dtype.name()))
-                .map(|()| dtype),
-            None => self.0.equal("dtype", expected.config.dtype.name(), name).map(|()| expected.config.dtype),
-        }
+        let found = match dtype {
+            Some(dtype) if dtype == expected.config.dtype => return Ok(dtype),
+            Some(dtype) => format!("{} (dtype {name})", dtype.name()),
+            None => name.to_owned(),
+        };
+        self.equal("dtype", expected.config.dtype.name(), &found).map(|()| expected.config.dtype)
     }
 }
 

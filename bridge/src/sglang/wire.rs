@@ -8,7 +8,6 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::engine::PauseMode;
 use crate::live::{PatchDone, PatchRefused};
 
 /// Reply of `GET /model_info`: what the engine serves now.
@@ -91,28 +90,22 @@ pub(crate) struct Loads {
     pub(crate) loads: Vec<Load>,
 }
 
-/// What `POST /pause_generation` calls a mode.
-pub(crate) fn pause_word(mode: PauseMode) -> &'static str {
-    match mode {
-        PauseMode::Abort => "abort",
-        PauseMode::Retract => "retract",
-        PauseMode::InPlace => "in_place",
-    }
-}
-
 /// Body of `POST /update_weights_from_disk`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DiskUpdate {
     /// Checkpoint directory as the engine sees it.
     pub model_path: PathBuf,
     /// `auto` for an engine started with `dummy`; `None` keeps the engine's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub load_format: Option<String>,
     /// Label to carry from then on.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_version: Option<String>,
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request
     /// then ends altogether.
     pub flush_cache: bool,
     /// Whether the plugin is to patch the engine while it generates, or to leave it as it is.
+    #[serde(skip)]
     pub only_patch: bool,
 }
 
@@ -222,11 +215,6 @@ pub(crate) enum PluginUpdated {
     Refused(PatchRefused),
     /// The engine did it, without a word of the plugin.
     Engine(DiskUpdated),
-}
-
-#[derive(Debug, Deserialize)]
-pub(crate) struct Status {
-    pub(crate) status: String,
 }
 
 #[derive(Debug, Deserialize)]

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use driftless_transport::activate::Limit;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::{self, RawCompletion};
-use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
+use crate::engine::{ClientOptions, Deadlines, Engine as _, GenerateRequest, Generation};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, excerpt};
 use crate::live::{PatchRefused, PluginReply};
@@ -23,10 +22,10 @@ const WANTED: &str =
 /// It is an [`Engine`](crate::engine::Engine), and has no other calls.
 #[derive(Debug, Clone)]
 pub struct Client {
-    connection: Connection,
+    pub(super) connection: Connection,
     pub(super) deadlines: Deadlines,
     /// Whether the server has refused to be told what it serves: it was started without our plugin.
-    without_plugin: Arc<AtomicBool>,
+    pub(super) without_plugin: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -59,11 +58,6 @@ struct IsPaused {
 }
 
 #[derive(Debug, Deserialize)]
-struct Status {
-    status: String,
-}
-
-#[derive(Debug, Deserialize)]
 struct Success {
     success: bool,
 }
@@ -93,14 +87,6 @@ impl Client {
         let ClientOptions { keys, deadlines, reply_bytes_max } = options;
         let connection = Connection::new(address, keys, deadlines.connect, reply_bytes_max)?;
         Ok(Self { connection, deadlines, without_plugin: Arc::default() })
-    }
-
-    pub(super) fn name(&self) -> &str {
-        &self.connection.engine
-    }
-
-    pub(super) fn within(&self, limit: &Limit) -> Self {
-        Self { connection: self.connection.limited(limit), ..self.clone() }
     }
 
     /// `GET /version`.
@@ -136,18 +122,13 @@ impl Client {
 
     /// The server lacks a call, and here is why.
     pub(super) fn lacks(&self, path: &str) -> Error {
-        Error::Refused {
-            engine: self.name().into(),
-            what: path.into(),
-            expected: WANTED.into(),
-            found: "no such call".into(),
-        }
+        Error::refused(self.url(), path, WANTED, "no such call")
     }
 
     /// `POST /update_weight_version`.
     pub(super) async fn update_weight_version(&self, label: &str) -> Result<()> {
         let body = json!({ "new_version": label });
-        let call = self.post("/update_weight_version", Level::Control, Some(&body), self.deadlines.control);
+        let call = self.post("/update_weight_version", Some(&body), self.deadlines.control);
         let reply: Success = self.connection.json(call).await?;
         if reply.success { Ok(()) } else { Err(self.connection.malformed(call, "success true", "false")) }
     }
@@ -156,25 +137,16 @@ impl Client {
     pub(super) async fn completion(&self, request: &GenerateRequest) -> Result<Generation> {
         generate::check_request(request)?;
         let body = generate::body(request);
-        let call = self.post("/v1/completions", Level::Normal, Some(&body), self.deadlines.generate);
+        let call = Call::post("/v1/completions", Level::Normal, Some(&body), self.deadlines.generate);
         let raw: RawCompletion = self.connection.json(call).await?;
         let label = self.weight_info().await?;
-        raw.check(request, self.name(), label)
+        raw.check(request, self.url(), label)
             .map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
     }
 
-    /// `POST /pause`.
-    pub(super) async fn pause_scheduler(&self, mode: PauseMode) -> Result<()> {
-        let path = match mode {
-            PauseMode::Abort => "/pause?mode=abort",
-            PauseMode::Retract | PauseMode::InPlace => "/pause?mode=keep",
-        };
-        self.status_is(path, "paused").await
-    }
-
-    /// `POST /resume`.
-    pub(super) async fn resume_scheduler(&self) -> Result<()> {
-        self.status_is("/resume", "resumed").await
+    /// A control call without a body, which answers with a word.
+    pub(super) async fn says(&self, path: &str, word: &str) -> Result<()> {
+        self.connection.status_is(self.post(path, None, self.deadlines.control), word).await
     }
 
     /// `GET /is_paused`.
@@ -188,7 +160,7 @@ impl Client {
     pub(super) async fn reset_prefix_cache(&self, preempt: bool) -> Result<bool> {
         let path =
             if preempt { "/reset_prefix_cache?reset_running_requests=true" } else { "/reset_prefix_cache" };
-        let call = self.post(path, Level::Control, None, self.deadlines.control);
+        let call = self.post(path, None, self.deadlines.control);
         let reply = self.connection.send(call).await?;
         match reply.status {
             // Some releases answer nothing, some whether they did it.
@@ -203,7 +175,7 @@ impl Client {
     /// more.
     pub(super) async fn reload_weights(&self) -> Result<()> {
         let body = json!({ "method": "reload_weights" });
-        let call = self.post("/collective_rpc", Level::Control, Some(&body), self.deadlines.load);
+        let call = self.post("/collective_rpc", Some(&body), self.deadlines.load);
         let reply = self.connection.send(call).await?;
         if reply.status != 200 {
             return Err(self.connection.status_error(call, &reply));
@@ -218,11 +190,6 @@ impl Client {
         Err(self.connection.malformed(call, "null from every worker", &excerpt(&reply.body)))
     }
 
-    /// The server may be another process than the one that was asked before.
-    pub(super) fn forget_plugin(&self) {
-        self.without_plugin.store(false, Ordering::Relaxed);
-    }
-
     /// `POST /init_weight_transfer_engine`: tells the server's plugin which version was loaded, where it has
     /// one. A server that refuses is asked once: it logs each refusal with a trace.
     pub(super) async fn tell_plugin(&self, label: &str) -> Result<()> {
@@ -232,7 +199,7 @@ impl Client {
         let body = json!({ "init_info": { "port": self.connection.port(), "label": label } });
         match self.change("/init_weight_transfer_engine", Some(&body), self.deadlines.load).await {
             Err(Error::Status { status, body, .. }) => {
-                tracing::info!(engine = self.name(), status, body, "has no plugin: it loads every version");
+                tracing::info!(engine = self.url(), status, body, "has no plugin: it loads every version");
                 self.without_plugin.store(true, Ordering::Relaxed);
                 Ok(())
             }
@@ -256,7 +223,7 @@ impl Client {
     /// stands somewhere in vLLM's error.
     pub(super) async fn update_weights(&self, label: &str) -> Result<Option<PatchRefused>> {
         let body = json!({ "update_info": { "label": label } });
-        let call = self.post("/update_weights", Level::Control, Some(&body), self.deadlines.load);
+        let call = self.post("/update_weights", Some(&body), self.deadlines.load);
         let reply = self.connection.send(call).await?;
         if reply.status == 200 {
             return self.connection.decode::<Message>(call, &reply.body).map(|_| None);
@@ -277,51 +244,26 @@ impl Client {
 
     /// A call about a weight transfer, which answers with a message for people.
     async fn change(&self, path: &str, body: Option<&Value>, deadline: Duration) -> Result<()> {
-        let call = self.post(path, Level::Control, body, deadline);
+        let call = self.post(path, body, deadline);
         let Message { message } = self.connection.json(call).await?;
-        tracing::debug!(engine = self.name(), path, message, "answered");
+        tracing::debug!(engine = self.url(), path, message, "answered");
         Ok(())
     }
 
-    /// Whether the server knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
-    /// path it is 404.
     pub(super) async fn has_post(&self, path: &str) -> Result<bool> {
-        let call = self.get(path, Level::Control);
-        let reply = self.connection.send(call).await?;
-        match reply.status {
-            405 => Ok(true),
-            404 => Ok(false),
-            _ => Err(self.connection.status_error(call, &reply)),
-        }
+        self.connection.has_post(path, Level::Control, self.deadlines.info).await
     }
 
     /// Whether the server knows a path that is asked with GET.
     pub(super) async fn has_get(&self, path: &str) -> Result<bool> {
-        let call = self.get(path, Level::Control);
-        let reply = self.connection.send(call).await?;
-        match reply.status {
-            200 => Ok(true),
-            404 => Ok(false),
-            _ => Err(self.connection.status_error(call, &reply)),
-        }
-    }
-
-    /// A control call that answers `{"status": …}`. Another word is a proxy's, or an engine's that did
-    /// nothing.
-    async fn status_is(&self, path: &str, word: &str) -> Result<()> {
-        let call = self.post(path, Level::Control, None, self.deadlines.control);
-        let reply: Status = self.connection.json(call).await?;
-        if reply.status == word {
-            return Ok(());
-        }
-        Err(self.connection.malformed(call, &format!("status {word}"), &excerpt(reply.status.as_bytes())))
+        self.connection.status(self.get(path, Level::Control), &[(200, true), (404, false)]).await
     }
 
     fn get<'a>(&self, path: &'a str, level: Level) -> Call<'a> {
-        Call { method: "GET", path, level, body: None, deadline: self.deadlines.info }
+        Call::get(path, level, self.deadlines.info)
     }
 
-    fn post<'a>(&self, path: &'a str, level: Level, body: Option<&'a Value>, deadline: Duration) -> Call<'a> {
-        Call { method: "POST", path, level, body, deadline }
+    fn post<'a>(&self, path: &'a str, body: Option<&'a Value>, deadline: Duration) -> Call<'a> {
+        Call::post(path, Level::Control, body, deadline)
     }
 }

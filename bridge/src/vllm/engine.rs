@@ -9,6 +9,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use driftless_transport::Dtype;
 use driftless_transport::activate::Limit;
@@ -31,11 +32,11 @@ impl Engine for Client {
     }
 
     fn url(&self) -> &str {
-        self.name()
+        &self.connection.engine
     }
 
     fn limited(&self, limit: &Limit) -> Arc<dyn Engine> {
-        Arc::new(self.within(limit))
+        Arc::new(Self { connection: self.connection.limited(limit), ..self.clone() })
     }
 
     fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity> {
@@ -60,11 +61,12 @@ impl Engine for Client {
     }
 
     fn pause(&self, mode: PauseMode) -> Answer<'_, ()> {
-        Box::pin(self.pause_scheduler(mode))
+        let path = if mode == PauseMode::Abort { "/pause?mode=abort" } else { "/pause?mode=keep" };
+        Box::pin(self.says(path, "paused"))
     }
 
     fn resume(&self) -> Answer<'_, ()> {
-        Box::pin(self.resume_scheduler())
+        Box::pin(self.says("/resume", "resumed"))
     }
 
     fn ready(&self) -> Answer<'_, Option<bool>> {
@@ -88,7 +90,8 @@ impl Engine for Client {
 }
 
 async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
-    client.forget_plugin();
+    // It may be another process than the one that was asked before.
+    client.without_plugin.store(false, Ordering::Relaxed);
     for path in POSTS {
         if !client.has_post(path).await? {
             return Err(client.lacks(path));
@@ -101,7 +104,7 @@ async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
     }
     let (version, root) = (client.version().await?, client.root().await?);
     let local = local(Path::new(&root), None)?;
-    let identity = compare(client.name(), expected, local.as_ref())?;
+    let identity = compare(client.url(), expected, local.as_ref())?;
     Ok(Identity { version: Some(version), loads_only: Some(PathBuf::from(root)), ..identity })
 }
 
@@ -142,7 +145,7 @@ async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
     client.start_weight_update().await?;
     if let Some(refused) = client.update_weights(label).await? {
         // vLLM ends an update that fails.
-        refused.log(client.name());
+        refused.log(client.url());
         return Ok(Patched::Untouched);
     }
     if load.pause == PauseMode::InPlace {
@@ -158,12 +161,8 @@ async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
     if client.reset_prefix_cache(mode != PauseMode::InPlace).await? || mode == PauseMode::InPlace {
         return Ok(());
     }
-    Err(Error::Refused {
-        engine: client.name().into(),
-        what: "reset_prefix_cache".into(),
-        expected: "done once every request is back in the queue".into(),
-        found: "refused".into(),
-    })
+    let expected = "done once every request is back in the queue";
+    Err(Error::refused(client.url(), "reset_prefix_cache", expected, "refused"))
 }
 
 #[cfg(test)]

@@ -54,9 +54,9 @@ pub(super) fn body(request: &GenerateRequest) -> Value {
         "return_token_ids": true,
         "return_tokens_as_token_ids": true,
     });
-    if let (Some(seed), Some(object)) = (params.sampling_seed, body.as_object_mut()) {
+    if let Some(seed) = params.sampling_seed {
         // Seeds are signed there.
-        object.insert("seed".into(), seed.cast_signed().into());
+        body["seed"] = seed.cast_signed().into();
     }
     body
 }

@@ -1,9 +1,11 @@
 //! A CUDA device, on the context that the engine's torch uses.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg as _, result, sys,
+};
+use cudarc::nvrtc::Ptx;
 
 use super::{Kernel, Machine, THREADS};
 use crate::error::{Error, Result};
@@ -15,12 +17,9 @@ const PTX: &str = include_str!("patch.ptx");
 pub(in crate::live) struct Cuda {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    patch: sys::CUfunction,
-    checksum: sys::CUfunction,
+    patch: CudaFunction,
+    checksum: CudaFunction,
 }
-
-// SAFETY: functions belong to a context, not to a thread; each entry makes the context current.
-unsafe impl Send for Cuda {}
 
 /// What went wrong in a call of the driver.
 fn driver(call: impl Into<String>) -> impl FnOnce(DriverError) -> Error {
@@ -28,7 +27,7 @@ fn driver(call: impl Into<String>) -> impl FnOnce(DriverError) -> Error {
     move |error| {
         let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
         let found = text.unwrap_or_else(|_| format!("{error:?}"));
-        Error::Live { what, expected: "success".into(), found }
+        Error::live(what, "success", found)
     }
 }
 
@@ -38,21 +37,13 @@ impl Cuda {
         // SAFETY: libcuda runs its initialisers; the engine has loaded it. Without the question the first call
         // would panic.
         if !unsafe { sys::is_culib_present() } {
-            let (what, expected) = ("the CUDA driver".into(), "libcuda.so.1".into());
-            return Err(Error::Live { what, expected, found: "none".into() });
+            return Err(Error::live("the CUDA driver", "libcuda.so.1", "none"));
         }
         let context = CudaContext::new(ordinal).map_err(driver("cuDevicePrimaryCtxRetain"))?;
         let stream = context.new_stream().map_err(driver("cuStreamCreate"))?;
-        let text = std::ffi::CString::new(PTX).unwrap_or_default();
-        // SAFETY: the image is a NUL-terminated text, as cuModuleLoadData wants PTX; the context is current.
-        let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
-        // It stays until the process ends, as the weights do.
-        let module = module.map_err(driver("cuModuleLoadData"))?;
-        // SAFETY: the module was just loaded.
-        let function =
-            |name: &std::ffi::CStr| unsafe { result::module::get_function(module, name.to_owned()) };
-        let patch = function(c"patch").map_err(driver("cuModuleGetFunction"))?;
-        let checksum = function(c"checksum").map_err(driver("cuModuleGetFunction"))?;
+        let module = context.load_module(Ptx::from_src(PTX)).map_err(driver("cuModuleLoadData"))?;
+        let patch = module.load_function("patch").map_err(driver("cuModuleGetFunction"))?;
+        let checksum = module.load_function("checksum").map_err(driver("cuModuleGetFunction"))?;
         Ok(Self { context, stream, patch, checksum })
     }
 
@@ -108,35 +99,24 @@ impl Machine for Cuda {
 
     unsafe fn launch(&self, kernel: Kernel, blocks: u32) -> Result<()> {
         self.bind()?;
-        let launch = |function, arguments: &mut [*mut c_void]| {
-            // SAFETY: the arguments are those of the kernel in `patch.cu`, and are copied by the call; what
-            // they say is the caller's promise.
-            unsafe {
-                let (grid, block) = ((blocks, 1, 1), (THREADS, 1, 1));
-                result::launch_kernel(function, grid, block, 0, self.stream.cu_stream(), arguments)
+        let config =
+            LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+        let stream = &self.stream;
+        // SAFETY: the arguments are those of the kernel in `patch.cu`, and are copied by the call; what they say
+        // is the caller's promise.
+        let launched = unsafe {
+            match &kernel {
+                Kernel::Patch { parts, count, task, results } => {
+                    let mut patch = stream.launch_builder(&self.patch);
+                    patch.arg(parts).arg(count).arg(task).arg(results).launch(config)
+                }
+                Kernel::Checksum { words, start, count, results } => {
+                    let mut checksum = stream.launch_builder(&self.checksum);
+                    checksum.arg(words).arg(start).arg(count).arg(results).launch(config)
+                }
             }
-            .map_err(driver("cuLaunchKernel"))
         };
-        match kernel {
-            Kernel::Patch { mut parts, mut count, mut task, mut results } => {
-                let pointers: [*mut c_void; 4] = [
-                    (&raw mut parts).cast(),
-                    (&raw mut count).cast(),
-                    (&raw mut task).cast(),
-                    (&raw mut results).cast(),
-                ];
-                launch(self.patch, &mut { pointers })
-            }
-            Kernel::Checksum { mut words, mut start, mut count, mut results } => {
-                let pointers: [*mut c_void; 4] = [
-                    (&raw mut words).cast(),
-                    (&raw mut start).cast(),
-                    (&raw mut count).cast(),
-                    (&raw mut results).cast(),
-                ];
-                launch(self.checksum, &mut { pointers })
-            }
-        }
+        launched.map(drop).map_err(driver("cuLaunchKernel"))
     }
 
     fn finish(&self) -> Result<()> {

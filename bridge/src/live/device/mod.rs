@@ -147,8 +147,7 @@ impl<M: Machine> Device<M> {
         let (at, count) = (self.results + RESULTS as u64 * 8, parts.parts.len() as u32);
         let blocks = if task == COMPARE { parts.compared } else { parts.blocks };
         let blocks = u32::try_from(blocks).map_err(|_| {
-            let found = format!("{} changes", parts.changes);
-            Error::Live { what: "a delta".into(), expected: "at most 2^43 changes".into(), found }
+            Error::live("a delta", "at most 2^43 changes", format!("{} changes", parts.changes))
         })?;
         let kernel = Kernel::Patch { parts: at, count, task, results: self.results };
         // SAFETY: `prepare` has put the parts there.
@@ -176,10 +175,8 @@ impl<M: Machine> Device<M> {
     /// The pages of a delta's file, locked; they stay locked while it is the same file.
     fn pages(&mut self, file: &File, end: u64) -> Result<u64> {
         let fail = |what: &'static str| {
-            move |source: std::io::Error| Error::Live {
-                what: format!("{what} a prepared delta"),
-                expected: "success".into(),
-                found: source.to_string(),
+            move |source: std::io::Error| {
+                Error::live(format!("{what} a prepared delta"), "success", source.to_string())
             }
         };
         let found = file.metadata().map_err(fail("looking at"))?;
@@ -216,7 +213,7 @@ impl<M: Machine> Memory for Device<M> {
         let parts = Parts::new(layout, delta.tensors(), |byte| first.wrapping_add(byte.wrapping_sub(start)))?;
         if parts.parts.len() > self.parts_max {
             let (expected, found) = (self.parts_max.to_string(), parts.parts.len().to_string());
-            return Err(Error::Live { what: "copies that change".into(), expected, found });
+            return Err(Error::live("copies that change", expected, found));
         }
         self.begin()?;
         let (at, results) = (self.results + RESULTS as u64 * 8, self.results);

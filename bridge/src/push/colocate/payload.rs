@@ -3,16 +3,17 @@
 
 use driftless_transport::snapshot::TensorInfo;
 
-use super::pickle::Pickle;
+use super::pickle::{Global, Pickle};
 use super::{CudaPlace, Place};
 use crate::engine::model::torch_name;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::push::Bucket;
+use crate::push::bucket::byte_len;
 
-const METADATA: (&str, &str) = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata");
+const METADATA: Global = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata");
 /// What SGLang has torch pickle CUDA tensors with: devices go by UUID, because their numbers differ among
 /// processes.
-const REBUILD: (&str, &str) = ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified");
+const REBUILD: Global = ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified");
 
 /// The pickle of a bucket that lies at a place.
 pub(super) fn payload(tensors: &[TensorInfo], bucket: &Bucket, place: &Place) -> Result<Vec<u8>> {
@@ -20,8 +21,7 @@ pub(super) fn payload(tensors: &[TensorInfo], bucket: &Bucket, place: &Place) ->
     let mut items = Vec::with_capacity(bucket.tensors.len());
     for &index in &bucket.tensors {
         let info = &tensors[index];
-        let too_large = |_| Error::TooLarge { tensor: info.name.clone(), shape: info.shape.clone() };
-        let bytes = info.byte_len().map_err(too_large)?;
+        let bytes = byte_len(info)?;
         items.push((info, at, bytes));
         at += bytes;
     }
@@ -30,8 +30,8 @@ pub(super) fn payload(tensors: &[TensorInfo], bucket: &Bucket, place: &Place) ->
         pickle.text("flattened_tensor");
         match place {
             Place::Cuda(place) => cuda_tensor(pickle, place),
-            Place::Inline(bytes) => pickle.call("torch", "ByteTensor", |pickle| {
-                pickle.call("builtins", "bytearray", |pickle| pickle.blob(bytes));
+            Place::Inline(bytes) => pickle.call(("torch", "ByteTensor"), |pickle| {
+                pickle.call(("builtins", "bytearray"), |pickle| pickle.blob(bytes));
             }),
         }
         pickle.text("metadata");
@@ -45,13 +45,13 @@ pub(super) fn payload(tensors: &[TensorInfo], bucket: &Bucket, place: &Place) ->
 }
 
 fn metadata(pickle: &mut Pickle, info: &TensorInfo, at: u64, bytes: u64) {
-    pickle.object(METADATA.0, METADATA.1, |pickle| {
+    pickle.object(METADATA, |pickle| {
         pickle.text("name");
         pickle.text(&info.name);
         pickle.text("shape");
         size(pickle, &info.shape);
         pickle.text("dtype");
-        pickle.global("torch", torch_name(info.dtype));
+        pickle.global(("torch", torch_name(info.dtype)));
         // In bytes, as `FlattenedTensorBucket` counts them.
         for (name, value) in [("start_idx", at), ("end_idx", at + bytes), ("numel", bytes)] {
             pickle.text(name);
@@ -62,13 +62,13 @@ fn metadata(pickle: &mut Pickle, info: &TensorInfo, at: u64, bytes: u64) {
 
 /// The arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
 fn cuda_tensor(pickle: &mut Pickle, place: &CudaPlace) {
-    pickle.call(REBUILD.0, REBUILD.1, |pickle| {
-        pickle.global("torch", "Tensor");
+    pickle.call(REBUILD, |pickle| {
+        pickle.global(("torch", "Tensor"));
         size(pickle, &[place.bytes]);
         pickle.tuple(|pickle| pickle.number(1));
         pickle.number(0);
-        pickle.global("torch.storage", "TypedStorage");
-        pickle.global("torch", "uint8");
+        pickle.global(("torch.storage", "TypedStorage"));
+        pickle.global(("torch", "uint8"));
         pickle.text(&place.device);
         // Version 1 of torch's own header, which every torch that has one reads, and `c`: memory of
         // cudaMalloc.
@@ -85,7 +85,7 @@ fn cuda_tensor(pickle: &mut Pickle, place: &CudaPlace) {
 }
 
 fn size(pickle: &mut Pickle, shape: &[u64]) {
-    pickle.call("torch", "Size", |pickle| {
+    pickle.call(("torch", "Size"), |pickle| {
         pickle.tuple(|pickle| shape.iter().for_each(|&extent| pickle.number(extent)));
     });
 }

@@ -3,13 +3,16 @@
 
 use std::collections::BTreeMap;
 
+/// A class, a function or a constant: its module, its name.
+pub(super) type Global = (&'static str, &'static str);
+
 /// A pickle that is being written: each call pushes one value onto the reader's stack, or makes one of those
 /// on top of it.
 #[derive(Debug)]
 pub(super) struct Pickle {
     bytes: Vec<u8>,
     /// Places in the reader's memo of the globals that were pushed before.
-    globals: BTreeMap<(&'static str, &'static str), u32>,
+    globals: BTreeMap<Global, u32>,
 }
 
 impl Pickle {
@@ -47,19 +50,18 @@ impl Pickle {
         self.op(0x89, &[]);
     }
 
-    /// A class, a function or a constant of a module.
-    pub(super) fn global(&mut self, module: &'static str, name: &'static str) {
-        if let Some(place) = self.globals.get(&(module, name)) {
+    pub(super) fn global(&mut self, global: Global) {
+        if let Some(place) = self.globals.get(&global) {
             // LONG_BINGET.
             let place = place.to_le_bytes();
             return self.op(b'j', &place);
         }
-        self.text(module);
-        self.text(name);
+        self.text(global.0);
+        self.text(global.1);
         // STACK_GLOBAL, MEMOIZE.
         self.op(0x93, &[0x94]);
         let place = self.globals.len() as u32;
-        self.globals.insert((module, name), place);
+        self.globals.insert(global, place);
     }
 
     pub(super) fn tuple(&mut self, items: impl FnOnce(&mut Self)) {
@@ -85,26 +87,16 @@ impl Pickle {
     }
 
     /// What a function makes of arguments.
-    pub(super) fn call(
-        &mut self,
-        module: &'static str,
-        function: &'static str,
-        arguments: impl FnOnce(&mut Self),
-    ) {
-        self.global(module, function);
+    pub(super) fn call(&mut self, function: Global, arguments: impl FnOnce(&mut Self)) {
+        self.global(function);
         self.tuple(arguments);
         // REDUCE.
         self.op(b'R', &[]);
     }
 
     /// An object with these attributes, whose class is not called.
-    pub(super) fn object(
-        &mut self,
-        module: &'static str,
-        class: &'static str,
-        attributes: impl FnOnce(&mut Self),
-    ) {
-        self.global(module, class);
+    pub(super) fn object(&mut self, class: Global, attributes: impl FnOnce(&mut Self)) {
+        self.global(class);
         // EMPTY_TUPLE, NEWOBJ … BUILD.
         self.op(b')', &[0x81]);
         self.dict(attributes);

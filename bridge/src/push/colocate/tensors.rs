@@ -16,8 +16,8 @@ use super::payload::payload;
 use super::{Place, Share};
 use crate::error::{Error, Result};
 use crate::push::{Bucket, Calls, Member, Push, Pushed, begin_sessions, end_sessions, plan};
+use crate::sglang::ServerInfo;
 use crate::sglang::wire::TensorUpdate;
-use crate::sglang::{Client, ServerInfo};
 
 const CALL: &str = "/update_weights_from_tensor";
 /// How long the ranks of engines are waited for of which one has refused: it may never have opened the
@@ -140,12 +140,7 @@ impl<S: Share> Push for Colocation<S> {
         let expected = self.share.device();
         match server.device.as_deref() {
             Some(found) if found == expected => Ok(()),
-            found => Err(Error::Refused {
-                engine: engine.into(),
-                what: "device".into(),
-                expected: expected.into(),
-                found: found.unwrap_or("none").into(),
-            }),
+            found => Err(Error::refused(engine, "device", expected, found.unwrap_or("none"))),
         }
     }
 
@@ -162,12 +157,12 @@ impl<S: Share> Push for Colocation<S> {
             return Ok(());
         }
         for member in &self.members {
-            let engine = &member.engine;
-            if self.share.local() && !is_local(engine.url()) {
-                return Err(refused(engine, "its address", "one of this host", engine.url()));
+            let url = member.engine.url();
+            if self.share.local() && !is_local(url) {
+                return Err(Error::refused(url, "its address", "one of this host", url));
             }
-            if !wait(&self.runtime, engine.has_post(CALL))? {
-                return Err(refused(engine, CALL, "a call of the engine", "no such call"));
+            if !wait(&self.runtime, member.engine.has_post(CALL))? {
+                return Err(Error::refused(url, CALL, "a call of the engine", "no such call"));
             }
         }
         self.formed = true;
@@ -188,15 +183,6 @@ impl<S: Share> Push for Colocation<S> {
         let pushed = Pushed { bytes, buckets: buckets.len(), took: begin.elapsed() };
         tracing::info!(bytes, buckets = pushed.buckets, took = ?pushed.took, "pushed within the device");
         Ok(pushed)
-    }
-}
-
-fn refused(engine: &Client, what: &str, expected: &str, found: &str) -> Error {
-    Error::Refused {
-        engine: engine.url().into(),
-        what: what.into(),
-        expected: expected.into(),
-        found: found.into(),
     }
 }
 

@@ -1,10 +1,10 @@
 //! Gathering tensors that are on the device: one launch for a bucket, however many tensors it has. A copy of
 //! its own for each would cost 2 µs, which is more than the bytes of a small tensor take.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, LaunchConfig, PushKernelArg as _, result};
+use cudarc::nvrtc::Ptx;
 
 use super::{Memory, cuda};
 use crate::error::Result;
@@ -23,27 +23,13 @@ const THREADS: u32 = 1024;
 
 /// The kernel.
 #[derive(Debug)]
-pub(super) struct Gather {
-    context: Arc<CudaContext>,
-    module: sys::CUmodule,
-    function: sys::CUfunction,
-}
-
-// SAFETY: modules and functions belong to a context, not to a thread; the context is made current before each
-// use.
-unsafe impl Send for Gather {}
+pub(super) struct Gather(CudaFunction);
 
 impl Gather {
-    /// Compiles the kernel for the device; the context is current.
+    /// Compiles the kernel for the device.
     pub(super) fn load(context: &Arc<CudaContext>) -> Result<Self> {
-        let text = std::ffi::CString::new(PTX).unwrap_or_default();
-        // SAFETY: the image is a NUL-terminated text, as cuModuleLoadData wants PTX.
-        let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
-        let module = module.map_err(cuda("cuModuleLoadData"))?;
-        // SAFETY: the module was just loaded; it is unloaded when this is dropped.
-        let function = unsafe { result::module::get_function(module, c"gather".to_owned()) };
-        let function = function.map_err(cuda("cuModuleGetFunction"))?;
-        Ok(Self { context: context.clone(), module, function })
+        let module = context.load_module(Ptx::from_src(PTX)).map_err(cuda("cuModuleLoadData"))?;
+        Ok(Self(module.load_function("gather").map_err(cuda("cuModuleGetFunction"))?))
     }
 
     /// Begins to copy pieces, in a stream.
@@ -55,35 +41,25 @@ impl Gather {
         &self,
         pieces: &[[u64; 3]],
         table: &mut Memory,
-        stream: sys::CUstream,
+        stream: &Arc<CudaStream>,
     ) -> Result<()> {
         if pieces.is_empty() {
             return Ok(());
         }
         table.reserve(size_of_val(pieces))?;
         // SAFETY: the table has room; pageable memory has been read when the call returns.
-        unsafe { result::memcpy_htod_async(table.address, pieces, stream) }
+        unsafe { result::memcpy_htod_async(table.address, pieces, stream.cu_stream()) }
             .map_err(cuda("cuMemcpyHtoDAsync"))?;
-        let mut address = table.address;
         // A bucket has far fewer pieces than this: each has half a MiB, or is a tensor's last.
-        let mut count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
-        let mut arguments = [(&raw mut address).cast::<c_void>(), (&raw mut count).cast()];
+        let count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
         let blocks = pieces.len().min(BLOCKS_MAX) as u32;
+        let config =
+            LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: the arguments are those of gather.cu and are copied by the call; the caller vouches for the
         // memory.
-        unsafe {
-            result::launch_kernel(self.function, (blocks, 1, 1), (THREADS, 1, 1), 0, stream, &mut arguments)
-        }
-        .map_err(cuda("cuLaunchKernel"))
-    }
-}
-
-impl Drop for Gather {
-    fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
-            // SAFETY: it was loaded in this context, and is unloaded once.
-            let _ = unsafe { result::module::unload(self.module) };
-        }
+        let launched =
+            unsafe { stream.launch_builder(&self.0).arg(&table.address).arg(&count).launch(config) };
+        launched.map(drop).map_err(cuda("cuLaunchKernel"))
     }
 }
 

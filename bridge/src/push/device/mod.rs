@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
+use driftless_store::BoxError;
 use driftless_transport::Snapshot;
 
 use self::gather::Gather;
@@ -49,16 +50,11 @@ pub(crate) struct Slot {
     filled: CudaEvent,
 }
 
+#[derive(Debug)]
 struct Stage {
     memory: PinnedHostSlice<u8>,
     /// Recorded when the device has taken the bytes.
     taken: CudaEvent,
-}
-
-impl std::fmt::Debug for Stage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Stage").field("bytes", &self.memory.len()).finish_non_exhaustive()
-    }
 }
 
 impl Device {
@@ -67,11 +63,8 @@ impl Device {
         // SAFETY: libcuda runs its initialisers; it is the system's driver. Without the question the first
         // call would panic.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Error::Root {
-                what: "no CUDA driver".into(),
-                source: "libcuda.so.1 was not found; weights are pushed from a machine with an NVIDIA GPU"
-                    .into(),
-            });
+            let why = "libcuda.so.1 was not found; weights are pushed from a machine with an NVIDIA GPU";
+            return Err(root("no CUDA driver", why));
         }
         let fail = cuda("opening the device");
         let context = CudaContext::new(ordinal).map_err(&fail)?;
@@ -128,7 +121,9 @@ impl Device {
     /// Lays what was listed, and these host bytes, into a slot's own memory.
     fn lay(&mut self, slot: usize, bucket: &Bucket, host: &[(u64, Cow<'_, [u8]>)]) -> Result<u64> {
         // Smaller allocations of the driver share a page, and a process that opens one would open all of it.
-        self.slots[slot].memory.reserve(size(bucket.bytes)?.next_multiple_of(PAGE_BYTES))?;
+        let size = usize::try_from(bucket.bytes)
+            .map_err(|error| root(format!("a bucket of {} bytes", bucket.bytes), error))?;
+        self.slots[slot].memory.reserve(size.next_multiple_of(PAGE_BYTES))?;
         let address = self.slots[slot].memory.address;
         for [_, target, _] in &mut self.pieces {
             *target += address;
@@ -137,7 +132,7 @@ impl Device {
         // SAFETY: the slot has room for the whole bucket, in which no two tensors overlap; whoever made the
         // weights promised the sources; what was sent from this slot before, and with its table, has been
         // received.
-        unsafe { self.gather.launch(&self.pieces, table, self.copies.cu_stream()) }?;
+        unsafe { self.gather.launch(&self.pieces, table, &self.copies) }?;
         let host: Vec<(u64, &[u8])> = host.iter().map(|(at, bytes)| (address + at, &**bytes)).collect();
         self.upload(&host)?;
         Ok(address)
@@ -172,15 +167,12 @@ impl Device {
             batches.enumerate().try_for_each(|(n, batch)| stages[n % 2].pass(batch, copies))
         };
         std::thread::scope(|scope| {
-            let workers: Vec<_> = self
-                .stages
-                .iter_mut()
-                .take(threads)
-                .map(|stages| scope.spawn(move || take(stages)))
-                .collect();
+            let stages = self.stages.iter_mut().take(threads);
+            let workers: Vec<_> = stages.map(|stages| scope.spawn(move || take(stages))).collect();
             // All of them end before an error is told.
             let ended: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-            ended.into_iter().try_for_each(|ended| ended.unwrap_or_else(|_| Err(lost())))
+            let lost = |_| Err(root("a thread that copies weights", "it ended without a word"));
+            ended.into_iter().try_for_each(|ended| ended.unwrap_or_else(lost))
         })
     }
 
@@ -251,16 +243,11 @@ impl Drop for Memory {
 
 /// An error of the CUDA driver in a call.
 pub(crate) fn cuda(call: &'static str) -> impl Fn(DriverError) -> Error {
-    move |error| Error::Root { what: format!("{call} failed"), source: Box::new(error) }
+    move |error| root(format!("{call} failed"), error)
 }
 
-fn lost() -> Error {
-    Error::Root { what: "a thread that copies weights".into(), source: "it ended without a word".into() }
-}
-
-fn size(bytes: u64) -> Result<usize> {
-    usize::try_from(bytes)
-        .map_err(|error| Error::Root { what: format!("a bucket of {bytes} bytes"), source: error.into() })
+pub(crate) fn root(what: impl Into<String>, source: impl Into<BoxError>) -> Error {
+    Error::Root { what: what.into(), source: source.into() }
 }
 
 /// Where the tensors of a bucket are; those on the device are listed apart.
@@ -284,10 +271,7 @@ fn list<'a>(
     let (mut host, mut first, mut in_place, mut at) = (Vec::new(), None, true, 0u64);
     for &index in &bucket.tensors {
         let info = &weights.tensors()[index];
-        let fail = |error| Error::Root {
-            what: format!("cannot read tensor {}", info.name),
-            source: Box::new(error),
-        };
+        let fail = |error| root(format!("cannot read tensor {}", info.name), error);
         let expected = info.byte_len().map_err(fail)?;
         let found = match weights.on_device(index).filter(|tensor| tensor.device() == device) {
             Some(tensor) => {
@@ -305,8 +289,7 @@ fn list<'a>(
             }
         };
         if found as u64 != expected {
-            let what = format!("tensor {}", info.name);
-            return Err(Error::Root { what, source: format!("{expected} bytes of it are {found}").into() });
+            return Err(root(format!("tensor {}", info.name), format!("{expected} bytes of it are {found}")));
         }
         at += expected;
     }

@@ -14,10 +14,10 @@ use derive_setters::Setters;
 use driftless_transport::Snapshot;
 
 use super::{Meeting, Root};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::nccl::{Communicator, Nccl};
 use crate::push::Bucket;
-use crate::push::device::{Device, cuda};
+use crate::push::device::{Device, cuda, root};
 
 /// Options of an [`NcclRoot`].
 #[derive(Debug, Clone, Setters)]
@@ -72,7 +72,8 @@ impl NcclRoot {
     /// Opens the library and the device. No peer hears of it.
     ///
     /// # Errors
-    /// [`Error::Nccl`] when the library is missing or has another version, [`Error::Root`] without a device.
+    /// [`Error::Nccl`](crate::Error::Nccl) when the library is missing or has another version,
+    /// [`Error::Root`](crate::Error::Root) without a device.
     pub fn open(options: &NcclOptions) -> Result<Self> {
         let library = Nccl::open(&options.library, options.version)?;
         let device = Device::open(options.device)?;
@@ -92,9 +93,7 @@ impl NcclRoot {
     }
 
     fn comm(&mut self) -> Result<&mut Communicator> {
-        let missing =
-            || Error::Root { what: "no communicator".into(), source: "the group was given up".into() };
-        self.comm.as_mut().ok_or_else(missing)
+        self.comm.as_mut().ok_or_else(|| root("no communicator", "the group was given up"))
     }
 
     /// Puts broadcasts into the stream, as far as NCCL takes them now.
@@ -193,6 +192,7 @@ impl Root for NcclRoot {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn a_machine_without_the_libraries_is_told_so() {

@@ -97,38 +97,24 @@ impl<R: Root> Group<R> {
     }
 
     fn meet(&mut self) -> Result<()> {
-        let name = self.options.name.clone();
         // A process of that name that died has left its group behind.
-        self.call(move |_, engine| {
-            let name = name.clone();
-            async move { engine.destroy_weights_update_group(&name).await }
-        })
-        .wait()?;
+        self.destroy().wait()?;
         let rendezvous = Rendezvous::start(self.options.listen, self.options.rendezvous)?;
         let world = 1 + self.members.iter().map(|member| member.ranks).sum::<u32>();
         self.root.open(&Meeting { group: &self.options.name, world, rendezvous: &rendezvous })?;
-        let mut offset = 1;
-        let inits: Vec<_> = self
-            .members
-            .iter()
-            .map(|member| {
-                let init = GroupInit {
-                    master_address: self.options.host.clone(),
-                    master_port: rendezvous.address().port(),
-                    rank_offset: offset,
-                    world_size: world,
-                    group_name: self.options.name.clone(),
-                    backend: self.root.backend().into(),
-                };
-                offset += member.ranks;
-                init
-            })
-            .collect();
-        self.formed = Some(Formed { rendezvous, joined: false });
+        let init = |index: usize| GroupInit {
+            master_address: self.options.host.clone(),
+            master_port: rendezvous.address().port(),
+            rank_offset: 1 + self.members[..index].iter().map(|member| member.ranks).sum::<u32>(),
+            world_size: world,
+            group_name: self.options.name.clone(),
+            backend: self.root.backend().into(),
+        };
         let calls = self.call(|index, engine| {
-            let init = inits[index].clone();
+            let init = init(index);
             async move { engine.init_weights_update_group(&init).await }
         });
+        self.formed = Some(Formed { rendezvous, joined: false });
         calls.wait()?;
         tracing::info!(group = self.options.name, world, "group formed");
         Ok(())
@@ -142,13 +128,16 @@ impl<R: Root> Group<R> {
         if self.formed.is_none() {
             return Ok(());
         }
-        let name = self.options.name.clone();
-        let calls = self.call(move |_, engine| {
-            let name = name.clone();
-            async move { engine.destroy_weights_update_group(&name).await }
-        });
+        let calls = self.destroy();
         self.abandon();
         calls.wait()
+    }
+
+    fn destroy(&self) -> Calls {
+        self.call(|_, engine| {
+            let name = self.options.name.clone();
+            async move { engine.destroy_weights_update_group(&name).await }
+        })
     }
 
     fn push_all(&mut self, weights: &dyn Snapshot, buckets: &[Bucket], label: Option<&str>) -> Result<()> {
@@ -268,15 +257,10 @@ impl<R: Root> Push for Group<R> {
     /// NCCL fails at the engine, and hangs here, when the two do not map memory in the same way.
     fn admit(&self, engine: &str, server: &ServerInfo) -> Result<()> {
         let theirs = server.enable_symm_mem.unwrap_or(false);
-        match self.root.cumem() {
-            Some(ours) if ours != theirs => Err(Error::Refused {
-                engine: engine.into(),
-                what: "enable_symm_mem, which sets its NCCL_CUMEM_ENABLE,".into(),
-                expected: format!("{ours}, as NCCL_CUMEM_ENABLE of this process"),
-                found: theirs.to_string(),
-            }),
-            _ => Ok(()),
-        }
+        let Some(ours) = self.root.cumem().filter(|ours| *ours != theirs) else { return Ok(()) };
+        let what = "enable_symm_mem, which sets its NCCL_CUMEM_ENABLE,";
+        let expected = format!("{ours}, as NCCL_CUMEM_ENABLE of this process");
+        Err(Error::refused(engine, what, expected, theirs.to_string()))
     }
 
     /// Says which engines belong to it. If they are not those of before, or one of them is another process

@@ -2,29 +2,26 @@
 
 use serde_json::json;
 
-use super::{Checked, Subject, ensure};
-use crate::engine::{Finish, GenerateRequest, Rid, SamplingParams};
+use super::{Checked, Subject};
+use crate::engine::Finish;
 use crate::error::Error;
 use crate::sglang::Feature;
 
 pub(super) async fn greedy(subject: &Subject) -> Checked {
     let (first, second) = (subject.signature().await?, subject.signature().await?);
-    ensure(first.output_ids == second.output_ids, || {
-        format!("{:?} expected again, found {:?}", first.output_ids, second.output_ids)
-    })?;
-    ensure(first.output_ids.len() == 8 && first.finish == Finish::Length, || {
-        format!("8 tokens and finish length expected: {first:?}")
-    })?;
+    let (ids, again) = (&first.output_ids, &second.output_ids);
+    ensure!(ids == again, "{ids:?} expected again, found {again:?}")?;
+    let whole = ids.len() == 8 && first.finish == Finish::Length;
+    ensure!(whole, "8 tokens and finish length expected: {first:?}")?;
     let vocabulary = subject.expected()?.config.vocabulary;
-    let inside = first.output_ids.iter().all(|id| u64::try_from(*id).is_ok_and(|id| id < vocabulary));
-    ensure(inside, || format!("ids below {vocabulary} expected: {:?}", first.output_ids))?;
+    let inside = ids.iter().all(|id| u64::try_from(*id).is_ok_and(|id| id < vocabulary));
+    ensure!(inside, "ids below {vocabulary} expected: {ids:?}")?;
     let gap = first.log_probs.iter().zip(&second.log_probs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     // The second run reads the prompt from the prefix cache, which may group sums differently.
-    ensure(gap < 0.05, || format!("log-probabilities repeat within 0.05 expected, found {gap}"))?;
+    ensure!(gap < 0.05, "log-probabilities repeat within 0.05 expected, found {gap}")?;
     let label = subject.client.model_info().await?.weight_version.unwrap_or_default();
-    ensure(first.spans.len() == 1 && first.spans[0].label == label, || {
-        format!("one span of {label} expected: {:?}", first.spans)
-    })
+    let one = first.spans.len() == 1 && first.spans[0].label == label;
+    ensure!(one, "one span of {label} expected: {:?}", first.spans)
 }
 
 pub(super) async fn stop_token(subject: &Subject) -> Checked {
@@ -39,10 +36,8 @@ pub(super) async fn stop_token(subject: &Subject) -> Checked {
     request.sampling.ignore_eos = false;
     let stopped = subject.client.generate(&request).await?;
     let expected = &free.output_ids[..=at];
-    ensure(stopped.output_ids == expected, || {
-        format!("{expected:?}, the stop token included, expected: {stopped:?}")
-    })?;
-    ensure(stopped.finish == Finish::Stop, || format!("finish stop expected: {:?}", stopped.finish))
+    ensure!(stopped.output_ids == expected, "{expected:?}, the stop token included, expected: {stopped:?}")?;
+    ensure!(stopped.finish == Finish::Stop, "finish stop expected: {:?}", stopped.finish)
 }
 
 /// The log-probability of a token at temperature T is that at 1, divided by T, and normalised over the whole
@@ -54,37 +49,28 @@ pub(super) async fn temperature(subject: &Subject) -> Checked {
     let cold = draws(subject, 0.5).await?;
     if let Some(whole) = warm.iter().find(|(id, _)| *id == greedy.output_ids[0]) {
         let gap = (whole.1 - greedy.log_probs[0]).abs();
-        ensure(gap < 0.05, || {
-            format!(
-                "the log-probability {} over the whole vocabulary expected, found {}",
-                greedy.log_probs[0], whole.1
-            )
-        })?;
+        let (expected, found) = (greedy.log_probs[0], whole.1);
+        ensure!(
+            gap < 0.05,
+            "the log-probability {expected} over the whole vocabulary expected, found {found}"
+        )?;
     }
     let mut common = cold.iter().filter_map(|(id, at_half)| {
         warm.iter().find(|(other, _)| other == id).map(|(_, at_one)| (*at_half, *at_one))
     });
     let (Some(a), Some(b)) = (common.next(), common.next()) else {
-        return ensure(true, String::new);
+        return Ok(());
     };
-    let (half, one) = (a.0 - b.0, a.1 - b.1);
-    ensure((half - 2.0 * one).abs() < 0.1, || {
-        format!("a difference of {} at temperature 0.5 expected, found {half}", 2.0 * one)
-    })
+    let (half, twice) = (a.0 - b.0, 2.0 * (a.1 - b.1));
+    ensure!((half - twice).abs() < 0.1, "a difference of {twice} at temperature 0.5 expected, found {half}")
 }
 
 /// First tokens drawn from the three likeliest, each once: id and log-probability.
 async fn draws(subject: &Subject, temperature: f64) -> Checked<Vec<(i32, f32)>> {
     let mut found: Vec<(i32, f32)> = Vec::new();
     for _ in 0..12 {
-        let sampling = SamplingParams {
-            temperature,
-            top_k: 3,
-            max_new_tokens: 1,
-            ignore_eos: true,
-            ..SamplingParams::default()
-        };
-        let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![1, 2, 3], sampling };
+        let mut request = subject.request(1);
+        (request.sampling.temperature, request.sampling.top_k) = (temperature, 3);
         let drawn = subject.client.generate(&request).await?;
         let (id, log_prob) = (drawn.output_ids[0], drawn.log_probs[0]);
         if !found.iter().any(|(seen, _)| *seen == id) {

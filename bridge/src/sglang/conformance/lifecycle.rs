@@ -2,18 +2,15 @@
 
 use serde_json::Value;
 
-use super::{Checked, Subject, ensure, raw_request};
-use crate::engine::{Finish, Rid};
+use super::{Checked, Subject, raw_request};
+use crate::engine::Rid;
 
 pub(super) async fn abort(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;
     subject.client.abort(&running.rid).await?;
-    let reply = running.finish().await?;
-    ensure(matches!(reply.finish, Finish::Abort { .. }), || {
-        format!("finish abort expected: {:?}", reply.finish)
-    })?;
+    let reply = running.finish_aborted().await?;
     let partial = reply.output_ids.len() < subject.long_tokens as usize;
-    ensure(partial, || format!("fewer than {} tokens expected", subject.long_tokens))
+    ensure!(partial, "fewer than {} tokens expected", subject.long_tokens)
 }
 
 /// The trap that fixed-length ids avoid: the engine aborts every request whose id starts with the given one.
@@ -30,9 +27,10 @@ pub(super) async fn abort_prefix(subject: &Subject) -> Checked {
     for reply in both {
         let (status, reply) = reply.await??;
         let kind = reply.pointer("/meta_info/finish_reason/type").and_then(Value::as_str);
-        ensure(status == 200 && kind == Some("abort"), || {
-            format!("200 and finish abort expected, found {status}: {kind:?}")
-        })?;
+        ensure!(
+            status == 200 && kind == Some("abort"),
+            "200 and finish abort expected, found {status}: {kind:?}"
+        )?;
     }
     Ok(())
 }
@@ -44,10 +42,10 @@ pub(super) async fn abort_unknown(subject: &Subject) -> Checked {
 
 pub(super) async fn flush(subject: &Subject) -> Checked {
     subject.settle().await?;
-    ensure(subject.client.flush_cache().await?, || "an idle engine should flush".into())?;
+    ensure!(subject.client.flush_cache().await?, "an idle engine should flush")?;
     let running = subject.start_long().await?;
     let flushed = subject.client.flush_cache().await?;
     subject.client.abort(&running.rid).await?;
     running.finish().await?;
-    ensure(!flushed, || "an engine that generates should refuse to flush".into())
+    ensure!(!flushed, "an engine that generates should refuse to flush")
 }

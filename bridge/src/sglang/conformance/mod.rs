@@ -4,6 +4,13 @@
 //! updating do to requests under way. It changes the engine's weights and ends with those of
 //! [`Subject::first`]. Not covered by semantic versioning.
 
+/// What is wrong, in the words behind a condition, if that does not hold.
+macro_rules! ensure {
+    ($holds:expr, $($otherwise:tt)+) => {
+        if $holds { Checked::Ok(()) } else { Err(format!($($otherwise)+).into()) }
+    };
+}
+
 mod generate;
 mod info;
 mod lifecycle;
@@ -16,7 +23,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::engine::{Engine, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams};
+use crate::engine::{Engine, Expected, Finish, GenerateRequest, Generation, PauseMode, Rid};
+use crate::error::chain;
 use crate::sglang::{Client, Dialect, DiskUpdate, DiskUpdated, Feature};
 
 /// Outcome of one check; any error fails it.
@@ -69,7 +77,8 @@ pub async fn run(subject: &Subject) -> Result<Report, Failure> {
             let outcome = $check(subject).await;
             // Whatever failed, the engine must not stay paused.
             let resumed = subject.client.resume().await.map_err(Into::into);
-            report.take($name, subject, outcome.and(resumed))?;
+            outcome.and(resumed).map_err(|error| failure($name, subject, &*error))?;
+            report.passed.push($name);
         )*};
     }
     checks! {
@@ -107,25 +116,8 @@ pub async fn run(subject: &Subject) -> Result<Report, Failure> {
     Ok(report)
 }
 
-impl Report {
-    fn take(&mut self, check: &'static str, subject: &Subject, outcome: Checked) -> Result<(), Failure> {
-        outcome.map_err(|error| Failure {
-            check,
-            engine: subject.client.url().into(),
-            reason: chain(error.as_ref()),
-        })?;
-        self.passed.push(check);
-        Ok(())
-    }
-}
-
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
-}
-
-fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Checked {
-    if holds { Ok(()) } else { Err(otherwise().into()) }
+fn failure(check: &'static str, subject: &Subject, error: &(dyn std::error::Error + 'static)) -> Failure {
+    Failure { check, engine: subject.client.url().into(), reason: chain(error) }
 }
 
 /// Bound on waiting for the engine to come into a state.
@@ -145,13 +137,7 @@ impl Subject {
     }
 
     fn request(&self, max_new_tokens: u32) -> GenerateRequest {
-        let sampling = SamplingParams {
-            temperature: 0.0,
-            max_new_tokens,
-            ignore_eos: true,
-            ..SamplingParams::default()
-        };
-        GenerateRequest { rid: Rid::probe(), input_ids: vec![1, 2, 3], sampling }
+        GenerateRequest::probe(vec![1, 2, 3], max_new_tokens)
     }
 
     /// What the engine answers greedily now; tells the two checkpoints apart.
@@ -178,9 +164,10 @@ impl Subject {
             if running >= count {
                 return Ok(());
             }
-            ensure(tokio::time::Instant::now() < end, || {
-                format!("waited {SETTLE:?} for {count} running requests, found {running}")
-            })?;
+            ensure!(
+                tokio::time::Instant::now() < end,
+                "waited {SETTLE:?} for {count} running requests, found {running}"
+            )?;
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -189,7 +176,7 @@ impl Subject {
     async fn settle(&self) -> Checked {
         let end = tokio::time::Instant::now() + SETTLE;
         while !self.client.flush_cache().await? {
-            ensure(tokio::time::Instant::now() < end, || format!("no flush succeeded within {SETTLE:?}"))?;
+            ensure!(tokio::time::Instant::now() < end, "no flush succeeded within {SETTLE:?}")?;
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
@@ -198,26 +185,33 @@ impl Subject {
     /// Loads a checkpoint into an idle engine.
     async fn load(&self, directory: &Path, label: &str) -> Checked {
         self.settle().await?;
-        self.client.pause(PauseMode::Retract).await?;
+        self.update_in(PauseMode::Retract, directory, label).await?;
+        self.serves(label).await
+    }
+
+    /// Loads a checkpoint in a pause.
+    async fn update_in(&self, mode: PauseMode, directory: &Path, label: &str) -> Checked {
+        self.client.pause(mode).await?;
         let done = self.client.update_weights_from_disk(&update_of(directory, label, false)).await?;
         self.client.resume().await?;
-        ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
-        self.serves(label).await
+        ensure!(done == DiskUpdated::Done, "{done:?}")
     }
 
     async fn serves(&self, label: &str) -> Checked {
         let found = self.client.model_info().await?.weight_version;
-        ensure(found.as_deref() == Some(label), || {
-            format!("model_info.weight_version {label} expected, found {found:?}")
-        })
+        ensure!(
+            found.as_deref() == Some(label),
+            "model_info.weight_version {label} expected, found {found:?}"
+        )
     }
 
     /// Expects a status from a call the client has no method for, or would not send.
     async fn status(&self, method: &str, path: &str, body: Value, expected: &[u16]) -> Checked<Value> {
         let (status, reply) = self.client.raw(method, path, &body).await?;
-        ensure(expected.contains(&status), || {
-            format!("{method} {path} {body}: one of {expected:?} expected, found {status}: {reply}")
-        })?;
+        ensure!(
+            expected.contains(&status),
+            "{method} {path} {body}: one of {expected:?} expected, found {status}: {reply}"
+        )?;
         Ok(reply)
     }
 }
@@ -231,6 +225,13 @@ struct Running {
 impl Running {
     async fn finish(self) -> Checked<Generation> {
         Ok(self.reply.await??)
+    }
+
+    /// Waits for the end of a request that was aborted.
+    async fn finish_aborted(self) -> Checked<Generation> {
+        let reply = self.finish().await?;
+        ensure!(matches!(reply.finish, Finish::Abort { .. }), "finish abort expected: {:?}", reply.finish)?;
+        Ok(reply)
     }
 }
 

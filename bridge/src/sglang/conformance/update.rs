@@ -5,7 +5,7 @@ use std::path::Path;
 use driftless_transport::Checkpoint;
 use serde_json::json;
 
-use super::{Checked, Subject, ensure, update_of};
+use super::{Checked, Subject, update_of};
 use crate::engine::{Attached, LiveWeights, PauseMode};
 use crate::error::Error;
 use crate::sglang::{DiskUpdated, Feature};
@@ -33,34 +33,25 @@ pub(super) async fn missing(subject: &Subject) -> Checked {
         .await?;
     subject.serves(FIRST).await?;
     let after = subject.signature().await?;
-    ensure(after.output_ids == before.output_ids, || {
-        format!("the old weights expected, found {:?}", after.output_ids)
-    })
+    ensure!(after.output_ids == before.output_ids, "the old weights expected, found {:?}", after.output_ids)
 }
 
 pub(super) async fn paused(subject: &Subject) -> Checked {
     let before = subject.signature().await?;
     let running = subject.start_long().await?;
-    subject.client.pause(PauseMode::Retract).await?;
-    let done = subject.client.update_weights_from_disk(&update_of(&subject.second, SECOND, false)).await?;
-    subject.client.resume().await?;
-    ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
+    subject.update_in(PauseMode::Retract, &subject.second, SECOND).await?;
     let reply = running.finish().await?;
     if subject.has(Feature::Spans) {
         let labels: Vec<_> = reply.spans.iter().map(|span| span.label.as_str()).collect();
-        ensure(labels == [FIRST, SECOND], || {
-            format!("spans of {FIRST} and {SECOND} expected: {:?}", reply.spans)
-        })?;
+        ensure!(labels == [FIRST, SECOND], "spans of {FIRST} and {SECOND} expected: {:?}", reply.spans)?;
     }
     subject.serves(SECOND).await?;
     let path = subject.client.model_info().await?.model_path;
-    ensure(Path::new(&path) == subject.second, || {
-        format!("model_path of the update expected, found {path}")
-    })?;
+    ensure!(Path::new(&path) == subject.second, "model_path of the update expected, found {path}")?;
     subject.settle().await?;
     let after = subject.signature().await?;
-    ensure(after.output_ids != before.output_ids, || "another output expected of other weights".into())?;
-    ensure(after.spans[0].label == SECOND, || format!("label {SECOND} expected: {:?}", after.spans))
+    ensure!(after.output_ids != before.output_ids, "another output expected of other weights")?;
+    ensure!(after.spans[0].label == SECOND, "label {SECOND} expected: {:?}", after.spans)
 }
 
 pub(super) async fn checksums(subject: &Subject) -> Checked {
@@ -68,7 +59,7 @@ pub(super) async fn checksums(subject: &Subject) -> Checked {
     let second = engine.sums(&Checkpoint::open(&subject.second)?, &subject.second)?;
     let found = engine.check_live(&second).await?;
     if !engine.identity().checksums_comparable() {
-        return ensure(matches!(found, LiveWeights::Unchecked { .. }), || format!("{found:?}"));
+        return ensure!(matches!(found, LiveWeights::Unchecked { .. }), "{found:?}");
     }
     let first = engine.sums(&Checkpoint::open(&subject.first)?, &subject.first)?;
     match engine.check_live(&first).await {
@@ -76,24 +67,19 @@ pub(super) async fn checksums(subject: &Subject) -> Checked {
         other => return Err(format!("checksums of other weights should differ, found {other:?}").into()),
     }
     let reply = subject.status("POST", "/weights_checker", json!({"action": "driftless"}), &[400]).await?;
-    ensure(reply.get("success") == Some(&false.into()), || format!("success false expected: {reply}"))
+    ensure!(reply.get("success") == Some(&false.into()), "success false expected: {reply}")
 }
 
 /// Weights change under a request that keeps running: each token must say whose it is.
 pub(super) async fn spans(subject: &Subject) -> Checked {
     subject.load(&subject.first, FIRST).await?;
     let running = subject.start_long().await?;
-    subject.client.pause(PauseMode::InPlace).await?;
-    let done = subject.client.update_weights_from_disk(&update_of(&subject.second, SECOND, false)).await?;
-    subject.client.resume().await?;
-    ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
-    let reply = running.finish().await?;
-    ensure(reply.spans_reported == subject.has(Feature::Spans), || {
-        format!("spans reported: {} expected", subject.has(Feature::Spans))
-    })?;
+    subject.update_in(PauseMode::InPlace, &subject.second, SECOND).await?;
+    let (reply, reported) = (running.finish().await?, subject.has(Feature::Spans));
+    ensure!(reply.spans_reported == reported, "spans reported: {reported} expected")?;
     let labels: Vec<_> = reply.spans.iter().map(|span| span.label.as_str()).collect();
-    let expected: &[&str] = if subject.has(Feature::Spans) { &[FIRST, SECOND] } else { &[SECOND] };
-    ensure(labels == expected, || format!("spans of {expected:?} expected: {:?}", reply.spans))
+    let expected: &[&str] = if reported { &[FIRST, SECOND] } else { &[SECOND] };
+    ensure!(labels == expected, "spans of {expected:?} expected: {:?}", reply.spans)
 }
 
 /// The answer that looks like a failure and is not: the weights are live, but neither cache nor reported
@@ -107,7 +93,7 @@ pub(super) async fn refused_flush(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;
     subject.client.pause(PauseMode::InPlace).await?;
     let done = subject.client.update_weights_from_disk(&update_of(&subject.second, THIRD, true)).await?;
-    ensure(done == DiskUpdated::Unflushed, || format!("a refused flush expected, found {done:?}"))?;
+    ensure!(done == DiskUpdated::Unflushed, "a refused flush expected, found {done:?}")?;
     subject.serves(FIRST).await?;
     subject.client.resume().await?;
     subject.client.abort(&running.rid).await?;
@@ -116,7 +102,7 @@ pub(super) async fn refused_flush(subject: &Subject) -> Checked {
     subject.client.set_weight_version(THIRD).await?;
     subject.serves(THIRD).await?;
     let after = subject.signature().await?;
-    ensure(after.output_ids != before.output_ids, || "the new weights expected".into())
+    ensure!(after.output_ids != before.output_ids, "the new weights expected")
 }
 
 pub(super) async fn relabel(subject: &Subject) -> Checked {
@@ -124,9 +110,8 @@ pub(super) async fn relabel(subject: &Subject) -> Checked {
     subject.client.set_weight_version(SECOND).await?;
     subject.serves(SECOND).await?;
     let reply = running.finish().await?;
-    ensure(reply.output_ids.len() == subject.long_tokens as usize, || {
-        format!("no abort expected, found {:?}", reply.finish)
-    })?;
+    let whole = reply.output_ids.len() == subject.long_tokens as usize;
+    ensure!(whole, "no abort expected, found {:?}", reply.finish)?;
     subject.status("POST", "/update_weight_version", json!({}), &[400, 422]).await?;
     subject.serves(SECOND).await
 }

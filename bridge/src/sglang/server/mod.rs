@@ -170,12 +170,8 @@ impl Server {
                 let address = listener.local_addr().unwrap_or(address);
                 let (state, generator) = generator()?;
                 let worker = Worker::start(generator, options.max_queued_requests + CONTROL_CALLS_MAX);
-                let worker = worker.map_err(|source| Error::SetUp {
-                    what: "the generating thread",
-                    source: source.into(),
-                })?;
                 let shared = Arc::new(Shared {
-                    worker,
+                    worker: worker.map_err(Error::set_up("the generating thread"))?,
                     state,
                     registry: Registry::new(options.max_queued_requests),
                     keys: options.keys,

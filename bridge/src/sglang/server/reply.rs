@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use axum::Json;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{Checksums, Completion, Ended, Facts, Updated};
@@ -95,53 +95,48 @@ pub(super) fn generated(
         Ended::Failed(reason) => return Err(Refusal::message(StatusCode::INTERNAL_SERVER_ERROR, reason)),
     };
     let waiting = completion.finish == Ended::AbortedWaiting;
-    let mut meta = Map::new();
-    meta.insert("id".into(), json!(completion.rid));
-    meta.insert("finish_reason".into(), finish);
+    let mut meta = json!({
+        "id": completion.rid,
+        "finish_reason": finish,
+        "weight_version": shown_version,
+        "completion_tokens": completion.output_ids.len(),
+        "e2e_latency": received.elapsed().as_secs_f64(),
+        "response_sent_to_client_ts": unix_seconds(),
+    });
     if !waiting {
-        meta.insert("prompt_tokens".into(), json!(completion.prompt_tokens));
-        meta.insert("num_retractions".into(), json!(completion.retractions));
-        meta.insert("reasoning_tokens".into(), json!(0));
-        meta.insert("cached_tokens".into(), json!(0));
-        meta.insert("cached_tokens_details".into(), json!(null));
-        meta.insert("dp_rank".into(), json!(null));
+        meta["prompt_tokens"] = json!(completion.prompt_tokens);
+        meta["num_retractions"] = json!(completion.retractions);
+        meta["reasoning_tokens"] = json!(0);
+        meta["cached_tokens"] = json!(0);
+        meta["cached_tokens_details"] = json!(null);
+        meta["dp_rank"] = json!(null);
     }
-    meta.insert("weight_version".into(), json!(shown_version));
     if facts.dialect.has(Feature::Spans) {
         let last = completion.spans.last().map_or(shown_version, |span| span.label.as_str());
-        meta.insert("weight_version".into(), json!(last));
-        meta.insert("weight_versions".into(), json!(completion.spans));
+        meta["weight_version"] = json!(last);
+        meta["weight_versions"] = json!(completion.spans);
     }
     if log_probs {
         let output = completion.log_probs.iter().zip(&completion.output_ids);
-        let output: Value = output.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
         let prompt = completion.prompt_log_probs.iter();
-        let prompt: Value = prompt.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
-        meta.insert("input_token_logprobs".into(), prompt);
-        meta.insert("output_token_logprobs".into(), output);
-        meta.insert("output_token_logprobs_length".into(), json!(completion.output_ids.len()));
+        meta["input_token_logprobs"] = prompt.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
+        meta["output_token_logprobs"] = output.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
+        meta["output_token_logprobs_length"] = json!(completion.output_ids.len());
     }
-    meta.insert("completion_tokens".into(), json!(completion.output_ids.len()));
-    meta.insert("e2e_latency".into(), json!(received.elapsed().as_secs_f64()));
-    meta.insert("response_sent_to_client_ts".into(), json!(unix_seconds()));
-    let mut entry = Map::new();
+    let mut entry = json!({"output_ids": completion.output_ids, "meta_info": meta});
     if waiting {
-        entry.insert("text".into(), json!(""));
+        entry["text"] = json!("");
     }
-    entry.insert("output_ids".into(), json!(completion.output_ids));
-    entry.insert("meta_info".into(), Value::Object(meta));
-    Ok(Value::Object(entry))
+    Ok(entry)
 }
 
 /// The reply of `/update_weights_from_disk`.
 pub(super) fn updated(updated: &Updated, version: Option<&str>) -> Response {
     let message = match updated {
-        Updated::Loaded => match version {
-            Some(version) => {
-                format!("Succeeded to update model weights. Weight version updated to {version}.")
-            }
-            None => "Succeeded to update model weights.".to_owned(),
-        },
+        Updated::Loaded => {
+            let renamed = version.map(|version| format!(" Weight version updated to {version}."));
+            format!("Succeeded to update model weights.{}", renamed.unwrap_or_default())
+        }
         Updated::NotFlushed => {
             "Weights were updated, but the cache was not flushed because requests are still \
              running or queued. Retract or finish them, then call /flush_cache."
@@ -173,7 +168,8 @@ pub(super) fn checked(sums: &Checksums, dialect: Dialect) -> Response {
     let mut body = json!({"success": true, "message": "Success."});
     if dialect.has(Feature::EngineChecksum) {
         let sum = overall(sums);
-        body["per_engine_checksum"] = json!(over_ranks(&sum));
+        // Over ranks, of which there is one.
+        body["per_engine_checksum"] = json!(hex(&Sha256::digest(&sum)));
         rank["per_gpu_checksum"] = json!(sum);
     }
     body["ranks"] = json!([rank]);
@@ -195,11 +191,6 @@ fn overall(sums: &Checksums) -> String {
     hex(&hash.finalize())
 }
 
-/// The digest over ranks, of which there is one.
-fn over_ranks(rank: &str) -> String {
-    hex(&Sha256::digest(rank))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -219,6 +210,6 @@ mod tests {
         .into();
         let rank = overall(&sums);
         assert_eq!(rank, "01d7c5999389ad3a8f7645794ced7fb6abc70cba9835c12878d6c793cb2fe526");
-        assert!(over_ranks(&rank).starts_with("16d3aec42213c8d3500a21c5c7dbcc6f975482"));
+        assert!(hex(&Sha256::digest(&rank)).starts_with("16d3aec42213c8d3500a21c5c7dbcc6f975482"));
     }
 }

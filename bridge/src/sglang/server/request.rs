@@ -101,14 +101,12 @@ pub(super) fn parse(body: &[u8], facts: &Facts) -> Result<Call, Refusal> {
         Some(OneOrMany::One(prompt)) => (vec![prompt], false),
         Some(OneOrMany::Many(prompts)) => (prompts, true),
     };
-    if prompts.is_empty() || prompts.len() > BATCH_MAX {
-        return Err(Refusal::invalid(format!(
-            "input_ids must hold 1..={BATCH_MAX} prompts, got {}",
-            prompts.len()
-        )));
+    let count = prompts.len();
+    if count == 0 || count > BATCH_MAX {
+        return Err(Refusal::invalid(format!("input_ids must hold 1..={BATCH_MAX} prompts, got {count}")));
     }
-    let params = each(body.sampling_params, prompts.len(), "sampling_params")?;
-    let rids = rids(body.rid, prompts.len(), is_list)?;
+    let params = each(body.sampling_params, count, "sampling_params")?;
+    let rids = rids(body.rid, count, is_list)?;
     let log_probs = body.return_logprob.unwrap_or(false);
     let mut requests = Vec::with_capacity(prompts.len());
     for ((prompt, params), rid) in prompts.into_iter().zip(params).zip(rids) {
@@ -137,13 +135,17 @@ fn refuse_unsupported(body: &Body) -> Result<(), Refusal> {
              input_ids or re-initialize the engine with skip_tokenizer_init=False.",
         ));
     }
-    let refused = [
+    refuse_any(&[
         ("input_embeds", body.input_embeds.is_some()),
         ("stream", body.stream == Some(true)),
         ("top_logprobs_num", body.top_logprobs_num.is_some_and(|n| n > 0)),
         ("token_ids_logprob", body.token_ids_logprob.is_some()),
-    ];
-    match refused.iter().find(|(_, asked)| *asked) {
+    ])
+}
+
+/// Refuses the first field that is asked for.
+fn refuse_any(fields: &[(&str, bool)]) -> Result<(), Refusal> {
+    match fields.iter().find(|(_, asked)| *asked) {
         Some((name, _)) => Err(Refusal::invalid(format!("{name} is not supported by this engine."))),
         None => Ok(()),
     }
@@ -204,23 +206,19 @@ fn read_params(value: Value, dialect: Dialect) -> Result<Params, Refusal> {
 }
 
 fn check_prompt(prompt: &[i64], facts: &Facts) -> Result<(), Refusal> {
-    if prompt.is_empty() {
-        return Err(Refusal::invalid("input_ids cannot be empty."));
-    }
-    if prompt.len() >= facts.context {
-        return Err(Refusal::invalid(format!(
-            "The input ({} tokens) is longer than the model's context length ({} tokens).",
-            prompt.len(),
-            facts.context
-        )));
-    }
-    match prompt.iter().find(|id| !(0..facts.vocabulary).contains(*id)) {
-        Some(id) => Err(Refusal::invalid(format!(
-            "input_ids holds {id}, which is outside the vocabulary [0, {}).",
-            facts.vocabulary
-        ))),
-        None => Ok(()),
-    }
+    let (tokens, context, vocabulary) = (prompt.len(), facts.context, facts.vocabulary);
+    let outside = prompt.iter().find(|id| !(0..vocabulary).contains(*id));
+    let wrong = match outside {
+        _ if tokens == 0 => "input_ids cannot be empty.".to_owned(),
+        _ if tokens >= context => {
+            format!(
+                "The input ({tokens} tokens) is longer than the model's context length ({context} tokens)."
+            )
+        }
+        Some(id) => format!("input_ids holds {id}, which is outside the vocabulary [0, {vocabulary})."),
+        None => return Ok(()),
+    };
+    Err(Refusal::invalid(wrong))
 }
 
 /// Number of samples for one prompt.
@@ -274,7 +272,7 @@ fn refuse_params(params: &Params) -> Result<(), Refusal> {
     if params.min_new_tokens.is_some_and(|n| n != 0) {
         return Err(Refusal::invalid("min_new_tokens is unavailable when skip_tokenizer_init=True"));
     }
-    let refused = [
+    refuse_any(&[
         ("frequency_penalty", params.frequency_penalty.is_some_and(|p| p != 0.0)),
         ("presence_penalty", params.presence_penalty.is_some_and(|p| p != 0.0)),
         ("repetition_penalty", params.repetition_penalty.is_some_and(|p| p != 1.0)),
@@ -287,11 +285,7 @@ fn refuse_params(params: &Params) -> Result<(), Refusal> {
         ("beam_width", params.beam_width.is_some_and(|width| width != 1)),
         ("watermark", set(&params.watermark)),
         ("choice", set(&params.choice)),
-    ];
-    match refused.iter().find(|(_, set)| *set) {
-        Some((name, _)) => Err(Refusal::invalid(format!("{name} is not supported by this engine."))),
-        None => Ok(()),
-    }
+    ])
 }
 
 /// Whether a value means "not set".

@@ -22,9 +22,10 @@ use tokio::sync::oneshot;
 use super::auth::{Pass, pass};
 use super::reply::{self, Refusal};
 use super::request::{new_rid, parse};
-use super::state::{Registry, Rejected};
+use super::state::Registry;
 use super::worker::Worker;
 use super::{Completion, Ended, Facts, Job, Request, Sampling, ServerState, Updated, info};
+use crate::engine::PauseMode;
 use crate::keys::Keys;
 use crate::sglang::DiskUpdate;
 use crate::sglang::dialect::Feature;
@@ -148,16 +149,11 @@ async fn generate(extract::State(shared): Handle, body: Bytes) -> Reply {
     let received = Instant::now();
     let call = parse(&body, &shared.facts())?;
     let ids = call.requests.iter().map(|request| request.rid.clone()).collect();
-    let _lease = shared.registry.lease(ids).map_err(|rejected| match rejected {
-        Rejected::Duplicate(id) => Refusal::invalid(format!("Duplicate request ID detected: {id}")),
-        Rejected::Full => Refusal::message(StatusCode::SERVICE_UNAVAILABLE, "The request queue is full."),
-    })?;
+    let _lease = shared.registry.lease(ids)?;
     let completions = shared.run(call.requests).await?;
     let facts = shared.facts();
-    let mut entries = Vec::with_capacity(completions.len());
-    for completion in completions {
-        entries.push(reply::generated(completion, call.log_probs, &facts, received)?);
-    }
+    let entry = |completion| reply::generated(completion, call.log_probs, &facts, received);
+    let mut entries = completions.into_iter().map(entry).collect::<Result<Vec<_>, _>>()?;
     let single = if call.is_list { None } else { entries.pop() };
     Ok(Json(single.unwrap_or(Value::Array(entries))).into_response())
 }
@@ -167,7 +163,7 @@ async fn health(extract::State(shared): Handle) -> StatusCode {
     let answered = tokio::time::timeout(shared.health_timeout, probe(&shared, Instant::now())).await;
     let healthy = answered.unwrap_or(false);
     shared.healthy.store(healthy, Ordering::Relaxed);
-    if healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+    status(healthy)
 }
 
 /// Whether the engine generates. One token serves all who asked before it came: a probe needs no key, so many
@@ -195,10 +191,11 @@ async fn probe(shared: &Shared, asked: Instant) -> bool {
 }
 
 async fn ready(extract::State(shared): Handle) -> StatusCode {
-    match !shared.state.is_paused() && shared.healthy.load(Ordering::Relaxed) {
-        true => StatusCode::OK,
-        false => StatusCode::SERVICE_UNAVAILABLE,
-    }
+    status(!shared.state.is_paused() && shared.healthy.load(Ordering::Relaxed))
+}
+
+fn status(healthy: bool) -> StatusCode {
+    if healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
 async fn model_info(extract::State(shared): Handle) -> Json<Value> {
@@ -219,25 +216,17 @@ async fn loads(extract::State(shared): Handle) -> Reply {
 }
 
 #[derive(Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Mode {
-    Abort,
-    Retract,
-    InPlace,
-}
-
-#[derive(Deserialize)]
 struct PauseBody {
-    mode: Option<Mode>,
+    mode: Option<PauseMode>,
 }
 
 async fn pause(extract::State(shared): Handle, bytes: Bytes) -> Reply {
-    let mode = body::<PauseBody>(&bytes)?.mode.unwrap_or(Mode::Abort);
+    let mode = body::<PauseBody>(&bytes)?.mode.unwrap_or(PauseMode::Abort);
     shared.state.set_paused(true);
     match mode {
-        Mode::Abort => drain(&shared).await?,
-        Mode::InPlace => shared.worker.ask(|generator| generator.pause(false)).await?,
-        Mode::Retract => shared.worker.ask(|generator| generator.pause(true)).await?,
+        PauseMode::Abort => drain(&shared).await?,
+        PauseMode::InPlace => shared.worker.ask(|generator| generator.pause(false)).await?,
+        PauseMode::Retract => shared.worker.ask(|generator| generator.pause(true)).await?,
     }
     Ok(Json(json!({"message": "Generation paused successfully.", "status": "ok"})).into_response())
 }
@@ -246,7 +235,7 @@ async fn pause(extract::State(shared): Handle, bytes: Bytes) -> Reply {
 async fn drain(shared: &Shared) -> Result<(), Refusal> {
     loop {
         shared.worker.ask(|generator| generator.abort(None, true)).await?;
-        if tokio::time::timeout(DRAIN_INTERVAL, shared.state.lock().write()).await.is_ok() {
+        if tokio::time::timeout(DRAIN_INTERVAL, shared.state.lock.write()).await.is_ok() {
             return Ok(());
         }
     }
@@ -324,7 +313,7 @@ async fn load(shared: Arc<Shared>, body: UpdateBody) -> Reply {
         return Ok(reply::updated(&Updated::Refused(reason), None));
     }
     // Not paused: wait for the running requests, and let new ones wait behind. Paused: at once.
-    let _writer = if shared.state.is_paused() { None } else { Some(shared.state.lock().write().await) };
+    let _writer = if shared.state.is_paused() { None } else { Some(shared.state.lock.write().await) };
     let (model_path, version) = (body.model_path.display().to_string(), body.weight_version.clone());
     let update = DiskUpdate {
         model_path: body.model_path,

@@ -4,8 +4,10 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use axum::http::StatusCode;
 use tokio::sync::{OwnedRwLockReadGuard, RwLock, watch};
 
+use super::reply::Refusal;
 use crate::sglang::Dialect;
 
 /// Weights, as an engine names them.
@@ -88,7 +90,8 @@ impl Facts {
 pub struct ServerState {
     facts: Mutex<Facts>,
     paused: watch::Sender<bool>,
-    lock: Arc<RwLock<()>>,
+    /// Requests hold it for reading.
+    pub(super) lock: Arc<RwLock<()>>,
 }
 
 impl ServerState {
@@ -120,11 +123,6 @@ impl ServerState {
         let _open = paused.wait_for(|paused| !paused).await.is_ok();
         Arc::clone(&self.lock).read_owned().await
     }
-
-    /// The lock that requests hold for reading.
-    pub(super) fn lock(&self) -> &RwLock<()> {
-        &self.lock
-    }
 }
 
 /// The request ids in use, at most `max`.
@@ -132,15 +130,6 @@ impl ServerState {
 pub(super) struct Registry {
     ids: Mutex<HashSet<String>>,
     max: usize,
-}
-
-/// Why ids were not taken.
-#[derive(Debug, PartialEq)]
-pub(super) enum Rejected {
-    /// Another request bears this id.
-    Duplicate(String),
-    /// As many requests as allowed are under way.
-    Full,
 }
 
 /// Ids of one call, given back when it ends however it ends.
@@ -154,14 +143,14 @@ impl Registry {
         Arc::new(Registry { ids: Mutex::default(), max })
     }
 
-    /// Takes all ids, or none.
-    pub(super) fn lease(self: &Arc<Self>, ids: Vec<String>) -> Result<Lease, Rejected> {
+    /// Takes all ids, or none: where another request bears one, or as many as allowed are under way.
+    pub(super) fn lease(self: &Arc<Self>, ids: Vec<String>) -> Result<Lease, Refusal> {
         let mut taken = self.lock();
         if taken.len() + ids.len() > self.max {
-            return Err(Rejected::Full);
+            return Err(Refusal::message(StatusCode::SERVICE_UNAVAILABLE, "The request queue is full."));
         }
         if let Some(id) = ids.iter().find(|id| taken.contains(*id)) {
-            return Err(Rejected::Duplicate(id.clone()));
+            return Err(Refusal::invalid(format!("Duplicate request ID detected: {id}")));
         }
         taken.extend(ids.iter().cloned());
         Ok(Lease { registry: Arc::clone(self), ids })
@@ -196,8 +185,9 @@ mod tests {
         let registry = Registry::new(2);
         let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>();
         let lease = registry.lease(ids(&["a"])).unwrap();
-        assert_eq!(registry.lease(ids(&["b", "a"])).err(), Some(Rejected::Full));
-        assert_eq!(registry.lease(ids(&["a"])).err(), Some(Rejected::Duplicate("a".into())));
+        let refused = |of: &[&str]| registry.lease(ids(of)).err().unwrap().body;
+        assert!(refused(&["b", "a"]).contains("The request queue is full."));
+        assert!(refused(&["a"]).contains("Duplicate request ID detected: a"));
         assert!(!registry.contains("b"), "all or none");
         drop(lease);
         assert!(registry.lease(ids(&["b", "a"])).is_ok());

@@ -76,7 +76,7 @@ impl Rendezvous {
         });
         let failed = |error| match error {
             HttpError::Listen { addr, source } => Error::Listen { address: addr, source },
-            error => Error::SetUp { what: "the rendezvous", source: error.into() },
+            error => Error::set_up("the rendezvous")(error),
         };
         Ok(Self { server: server.map_err(failed)?, shared })
     }
