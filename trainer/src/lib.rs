@@ -19,7 +19,7 @@ pub mod rollout;
 pub mod sample;
 mod schedule;
 pub mod seed;
-pub mod service;
+mod service;
 pub mod tasks;
 mod train;
 

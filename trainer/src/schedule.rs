@@ -6,22 +6,11 @@
 
 use crate::options::Mode;
 
-/// The plan of a run of `rollouts` steps.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Schedule {
-    /// How generation and training overlap.
-    pub(crate) mode: Mode,
-    /// How many rollouts the run has.
-    pub(crate) rollouts: u64,
-}
-
-impl Schedule {
-    /// The rollout to have in flight while step `rollout` trains.
-    pub(crate) fn ahead(&self, rollout: u64) -> Option<u64> {
-        match self.mode {
-            Mode::Synchronous => None,
-            Mode::OneStepOff => Some(rollout + 1).filter(|next| *next < self.rollouts),
-        }
+/// The rollout to have in flight while step `rollout` of a run of `rollouts` trains.
+pub(crate) fn ahead(mode: Mode, rollouts: u64, rollout: u64) -> Option<u64> {
+    match mode {
+        Mode::Synchronous => None,
+        Mode::OneStepOff => Some(rollout + 1).filter(|next| *next < rollouts),
     }
 }
 
@@ -36,14 +25,14 @@ mod tests {
     }
 
     /// Walks a run as the loop does and returns (generated, weights it was generated with) in order.
-    fn walk(schedule: Schedule, interval: u64) -> Vec<(u64, u64)> {
+    fn walk(mode: Mode, rollouts: u64, interval: u64) -> Vec<(u64, u64)> {
         let (mut weights, mut generated) = (0, Vec::new());
         let mut ready = None;
-        for rollout in 0..schedule.rollouts {
+        for rollout in 0..rollouts {
             if ready != Some(rollout) {
                 generated.push((rollout, weights));
             }
-            ready = schedule.ahead(rollout);
+            ready = ahead(mode, rollouts, rollout);
             if let Some(next) = ready {
                 generated.push((next, weights));
             }
@@ -58,7 +47,7 @@ mod tests {
     fn every_rollout_is_generated_once_and_in_order() {
         for mode in [Mode::Synchronous, Mode::OneStepOff] {
             for rollouts in 0..5 {
-                let walked = walk(Schedule { mode, rollouts }, 1);
+                let walked = walk(mode, rollouts, 1);
                 let ids: Vec<_> = walked.iter().map(|(id, _)| *id).collect();
                 assert_eq!(ids, (0..rollouts).collect::<Vec<_>>(), "{mode:?}");
             }
@@ -69,9 +58,8 @@ mod tests {
     fn weights_are_never_older_than_the_mode_allows() {
         for mode in [Mode::Synchronous, Mode::OneStepOff] {
             for interval in 1..4 {
-                let schedule = Schedule { mode, rollouts: 9 };
                 let stale: Vec<_> =
-                    walk(schedule, interval).iter().map(|(id, weights)| id - weights).collect();
+                    walk(mode, 9, interval).iter().map(|(id, weights)| id - weights).collect();
                 assert_eq!(stale.iter().max(), Some(&staleness_max(mode, interval)), "{mode:?} {interval}");
             }
         }
@@ -79,9 +67,6 @@ mod tests {
 
     #[test]
     fn a_step_off_keeps_exactly_one_in_flight() {
-        let schedule = Schedule { mode: Mode::OneStepOff, rollouts: 3 };
-        assert_eq!(schedule.ahead(0), Some(1));
-        assert_eq!(schedule.ahead(1), Some(2));
-        assert_eq!(schedule.ahead(2), None);
+        assert_eq!([0, 1, 2].map(|rollout| ahead(Mode::OneStepOff, 3, rollout)), [Some(1), Some(2), None]);
     }
 }

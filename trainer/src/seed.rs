@@ -1,5 +1,10 @@
 //! Draws from numbers: the same bits on every machine.
 
+/// The first eight bytes of a digest or an identity.
+pub(crate) fn first_bits(bytes: &[u8]) -> u64 {
+    bytes.first_chunk().copied().map_or(0, u64::from_le_bytes)
+}
+
 /// Mixes 64 bits: SplitMix64's finaliser (Steele, Lea and Flood 2014).
 #[must_use]
 pub fn mix(value: u64) -> u64 {

@@ -8,8 +8,6 @@ use tokio::sync::Semaphore;
 
 use crate::error::{Result, input, short};
 
-/// Longest answer, unless it is known to be shorter.
-const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Questions that a service has at once; more wait here.
 const AT_ONCE: usize = 256;
 
@@ -37,7 +35,7 @@ impl Silent {
 
 /// A service behind a URL, which is sent JSON by POST and answers with JSON.
 #[derive(Debug)]
-pub struct Service {
+pub(crate) struct Service {
     url: String,
     client: reqwest::Client,
     deadline: Duration,
@@ -46,47 +44,36 @@ pub struct Service {
 }
 
 impl Service {
-    /// A service that has `deadline` for each answer. `flag` is what it was named with.
+    /// A service that has `deadline` for each answer, of at most so many bytes. `flag` is what it was named with.
     ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) for what is no URL.
-    pub fn new(flag: &str, url: &str, deadline: Duration) -> Result<Self> {
+    pub(crate) fn new(flag: &str, url: &str, deadline: Duration, answer_bytes_max: usize) -> Result<Self> {
         let refused = |error: reqwest::Error| input(flag, "http://host:port/path", error.without_url());
         if !url.starts_with("http://") && !url.starts_with("https://") {
             return Err(input(flag, "http://host:port/path", "another kind of URL"));
         }
         let client = client_builder(deadline).timeout(deadline).build().map_err(refused)?;
         client.post(url).build().map_err(refused)?;
-        let (answer_bytes_max, places) = (ANSWER_BYTES_MAX, Semaphore::new(AT_ONCE));
+        let places = Semaphore::new(AT_ONCE);
         Ok(Service { url: url.to_owned(), client, deadline, answer_bytes_max, places })
-    }
-
-    /// The same for answers of at most so many bytes.
-    pub(crate) fn answering(self, answer_bytes_max: usize) -> Self {
-        Service { answer_bytes_max, ..self }
     }
 
     /// The body that answers `question`, which is JSON.
     pub(crate) async fn ask(&self, question: Vec<u8>) -> Result<Vec<u8>, Silent> {
         let _place = self.places.acquire().await.map_err(Silent::new)?;
-        let sent = async {
-            let request = self.client.post(&self.url).header("content-type", "application/json");
-            let mut reply = request.body(question).send().await?;
-            let (status, mut bytes) = (reply.status(), Vec::new());
-            while let Some(chunk) = reply.chunk().await? {
-                bytes.extend_from_slice(&chunk);
-                if bytes.len() > self.answer_bytes_max {
-                    break;
-                }
-            }
-            Ok::<_, reqwest::Error>((status, bytes))
-        };
-        let (status, bytes) = sent.await.map_err(|error| match error.is_timeout() {
+        let silent = |error: reqwest::Error| match error.is_timeout() {
             true => Silent::late(self.deadline),
             false => Silent::new(error.without_url()),
-        })?;
-        if bytes.len() > self.answer_bytes_max {
-            return Err(Silent::new(format_args!("more than {} bytes", self.answer_bytes_max)));
+        };
+        let request = self.client.post(&self.url).header("content-type", "application/json");
+        let mut reply = request.body(question).send().await.map_err(silent)?;
+        let (status, mut bytes) = (reply.status(), Vec::new());
+        while let Some(chunk) = reply.chunk().await.map_err(silent)? {
+            bytes.extend_from_slice(&chunk);
+            if bytes.len() > self.answer_bytes_max {
+                return Err(Silent::new(format_args!("more than {} bytes", self.answer_bytes_max)));
+            }
         }
         if !status.is_success() {
             let text = String::from_utf8_lossy(&bytes);

@@ -23,14 +23,13 @@ pub(super) fn bounded(source: &str) -> String {
     let set = r"(\{%[-+]?\s*set\s)([\w\s.,()]+)=";
     let parts = format!(r"(?s)\{{#.*?#\}}|{raw}|\{{\{{{code}\}}\}}|{set}({code})([-+]?%\}})|\{{%{code}%\}}");
     let Ok(parts) = Regex::new(&parts) else { return source.to_owned() };
-    let replaced = |part: &Captures<'_>| match (part.get(1), part.get(2), part.get(3), part.get(4)) {
-        (Some(open), Some(target), Some(value), Some(close)) => {
-            let (open, target, value, close) =
-                (open.as_str(), target.as_str(), value.as_str(), close.as_str());
-            let is_attribute = target.contains('.');
-            format!("{open}{target}=({value})|{BOUNDED}({is_attribute}){close}")
+    let replaced = |part: &Captures<'_>| {
+        if part.get(1).is_none() {
+            return part[0].to_owned();
         }
-        _ => part[0].to_owned(),
+        let (open, target, value, close) = (&part[1], &part[2], &part[3], &part[4]);
+        let is_attribute = target.contains('.');
+        format!("{open}{target}=({value})|{BOUNDED}({is_attribute}){close}")
     };
     parts.replace_all(source, replaced).into_owned()
 }

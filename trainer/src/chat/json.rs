@@ -1,6 +1,6 @@
 //! `json.dumps` and `repr` of Python, byte for byte.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
@@ -120,27 +120,28 @@ impl Writer<'_> {
     }
 
     fn text(&mut self, text: &str) -> Result<(), Error> {
-        self.out.write_char('"')?;
-        for character in text.chars() {
-            match character {
-                '"' => self.out.write_str("\\\"")?,
-                '\\' => self.out.write_str("\\\\")?,
-                '\n' => self.out.write_str("\\n")?,
-                '\r' => self.out.write_str("\\r")?,
-                '\t' => self.out.write_str("\\t")?,
-                '\u{8}' => self.out.write_str("\\b")?,
-                '\u{c}' => self.out.write_str("\\f")?,
-                control if control < ' ' => write!(self.out, "\\u{:04x}", control as u32)?,
-                other if self.style.ensure_ascii && !(' '..='~').contains(&other) => {
-                    for unit in other.encode_utf16(&mut [0; 2]) {
-                        write!(self.out, "\\u{unit:04x}")?;
-                    }
-                }
-                other => self.out.write_char(other)?,
+        if !self.style.ensure_ascii {
+            return quote(text, &mut self.out);
+        }
+        let mut quoted = Text::default();
+        quote(text, &mut quoted)?;
+        for character in quoted.into_string().chars() {
+            if (' '..='~').contains(&character) {
+                self.out.write_char(character)?;
+                continue;
+            }
+            for unit in character.encode_utf16(&mut [0; 2]) {
+                write!(self.out, "\\u{unit:04x}")?;
             }
         }
-        Ok(self.out.write_char('"')?)
+        Ok(())
     }
+}
+
+/// The text in quotes, with the escapes that Python and `serde_json` both have.
+fn quote(text: &str, out: &mut Text) -> Result<(), Error> {
+    // Only a text that is too long is not written.
+    serde_json::to_writer(out, text).map_err(|_| fmt::Error.into())
 }
 
 /// What Python makes of a key that is no text.

@@ -6,7 +6,7 @@ use minijinja::Value;
 use regex::{Captures, Regex};
 use serde::{Deserialize, Serialize};
 
-use super::ChatTemplate;
+use super::{Chat, ChatTemplate};
 
 /// What of a rendered conversation is learned (`--loss-mask-type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,23 +40,17 @@ impl ChatTemplate {
     /// Renders all of `messages`, without the start of another answer.
     ///
     /// A message of the assistant whose `step_loss_mask` is not 1 is not learned.
-    pub(crate) fn conversation(
-        &self,
-        messages: &Value,
-        tools: Option<Value>,
-        variables: Option<&Value>,
-        mask: LossMask,
-    ) -> Result<Conversation, String> {
-        let turns: Vec<bool> =
-            all(messages)?.iter().filter(|message| is_assistant(message)).map(learns).collect();
+    pub(crate) fn conversation(&self, chat: &Chat<'_>, mask: LossMask) -> Result<Conversation, String> {
+        let messages = all(&chat.messages)?;
+        let turns: Vec<bool> = messages.iter().filter(|message| is_assistant(message)).map(learns).collect();
         let mut conversation = match mask {
-            LossMask::Generation => self.between_tags(messages, tools, variables)?,
+            LossMask::Generation => self.between_tags(chat)?,
             LossMask::Qwen | LossMask::Qwen35 => {
-                let text = self.render_as("", messages.clone(), tools, variables, false)?;
+                let text = self.render_as("", chat.clone(), false)?;
                 let learned = between_markers(&text, mask == LossMask::Qwen35)?;
                 Conversation { text, learned }
             }
-            LossMask::Qwen3 => self.turn_by_turn(messages, tools, variables)?,
+            LossMask::Qwen3 => self.turn_by_turn(chat, &messages)?,
         };
         let found = conversation.learned.len();
         // Tags may hold what they like, if no message says that it is not learned.
@@ -71,18 +65,13 @@ impl ChatTemplate {
         Ok(conversation)
     }
 
-    fn between_tags(
-        &self,
-        messages: &Value,
-        tools: Option<Value>,
-        variables: Option<&Value>,
-    ) -> Result<Conversation, String> {
+    fn between_tags(&self, chat: &Chat<'_>) -> Result<Conversation, String> {
         if self.environment.get_template(&format!("{}{MARKED}", super::DEFAULT)).is_err() {
             return Err(
                 "it has no {% generation %} tags; `loss_mask` qwen, qwen3 or qwen3_5 is for ChatML".into()
             );
         }
-        let rendered = self.render_as(MARKED, messages.clone(), tools, variables, false)?;
+        let rendered = self.render_as(MARKED, chat.clone(), false)?;
         let (mut text, mut learned) = (String::new(), Vec::new());
         let mut begun = None;
         for letter in rendered.chars() {
@@ -100,28 +89,23 @@ impl ChatTemplate {
     }
 
     /// Renders each message, or row of answers of tools, behind a message of the user that is then taken away.
-    fn turn_by_turn(
-        &self,
-        messages: &Value,
-        tools: Option<Value>,
-        variables: Option<&Value>,
-    ) -> Result<Conversation, String> {
-        let user = Value::from_pairs([("role", "user"), ("content", "(before)")]);
+    fn turn_by_turn(&self, chat: &Chat<'_>, messages: &[Value]) -> Result<Conversation, String> {
+        let user = [Value::from_pairs([("role", "user"), ("content", "(before)")])];
         let render = |messages: &[Value], tools: Option<Value>| {
-            self.render_as("", Value::from(messages.to_vec()), tools, variables, false)
+            let chat = Chat { messages: Value::from(messages.to_vec()), tools, variables: chat.variables };
+            self.render_as("", chat, false)
         };
-        let before = render(std::slice::from_ref(&user), None)?;
-        let all = all(messages)?;
+        let before = render(&user, None)?;
         let (mut text, mut learned) = (String::new(), Vec::new());
         let is_tool = |message: &Value| role(message) == "tool";
-        for row in all.chunk_by(|a, b| is_tool(a) && is_tool(b)) {
+        for row in messages.chunk_by(|a, b| is_tool(a) && is_tool(b)) {
             let piece = if text.is_empty() {
-                let piece = render(&[row, std::slice::from_ref(&user)].concat(), tools.clone())?;
+                let piece = render(&[row, &user].concat(), chat.tools.clone())?;
                 // A template may begin every text with a message of the system, which stands in `before` too.
                 let after = &before[before.rfind("<|im_start|>").unwrap_or(0)..];
                 piece.strip_suffix(after).map(str::to_owned)
             } else {
-                let piece = render(&[std::slice::from_ref(&user), row].concat(), None)?;
+                let piece = render(&[&user, row].concat(), None)?;
                 piece.strip_prefix(before.as_str()).map(str::to_owned)
             };
             let piece = piece.ok_or("a template that renders a message otherwise beside another one")?;
@@ -138,16 +122,15 @@ impl ChatTemplate {
 /// What is added to the name of a template whose tags leave marks.
 pub(super) const MARKED: &str = " marked";
 
-/// The template with marks where its generation tags are; `None` if it has no such tag.
-pub(super) fn marked(source: &str, tag: &Regex) -> Option<String> {
+/// The template without its generation tags, which change nothing of what an assistant says; with marks where they
+/// were, if `marked`.
+pub(super) fn without_tags(source: &str, tag: &Regex, marked: bool) -> String {
     let replaced = |tag: &Captures<'_>| {
-        let (before, after) = (&tag[1], &tag[3]);
-        match tag.get(2) {
-            None => format!("{{%{before} if true %}}{{{{ '{BEGIN}' }}}}{{% if true {after}%}}"),
-            Some(_) => format!("{{%{before} endif %}}{{{{ '{END}' }}}}{{% endif {after}%}}"),
-        }
+        let (word, mark) = if tag.get(2).is_some() { ("endif", END) } else { ("if true", BEGIN) };
+        let mark = if marked { format!("%}}{{{{ '{mark}' }}}}{{% {word} ") } else { String::new() };
+        format!("{{%{} {word} {mark}{}%}}", &tag[1], &tag[3])
     };
-    tag.is_match(source).then(|| tag.replace_all(source, replaced).into_owned())
+    tag.replace_all(source, replaced).into_owned()
 }
 
 /// The turns of the assistant in a text of ChatML.
@@ -205,7 +188,8 @@ mod tests {
     fn learned(source: &str, chat: &str, mask: LossMask) -> Result<String, String> {
         let template = ChatTemplate::from_source(source, &[]).unwrap();
         let messages = serde_json::from_str(chat).unwrap();
-        let Conversation { mut text, learned } = template.conversation(&messages, None, None, mask)?;
+        let Conversation { mut text, learned } =
+            template.conversation(&Chat { messages, tools: None, variables: None }, mask)?;
         for range in learned.iter().rev() {
             text.insert(range.end, ']');
             text.insert(range.start, '[');
@@ -240,7 +224,7 @@ mod tests {
         let messages: Value = serde_json::from_str(CHAT).unwrap();
         let found = learned(tagged, CHAT, LossMask::Generation).unwrap();
         assert!(found.contains("[<think>") && found.contains("[E]") && !found.contains("[D]"), "{found}");
-        let untagged = plain.render_as("", messages, None, None, false).unwrap();
+        let untagged = plain.render_as("", Chat { messages, tools: None, variables: None }, false).unwrap();
         assert_eq!(found.replace(['[', ']'], ""), untagged);
     }
 

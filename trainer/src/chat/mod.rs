@@ -31,6 +31,16 @@ const DEFAULT: &str = "default";
 const SPECIAL: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
+/// What a template is given to render.
+#[derive(Clone)]
+pub(crate) struct Chat<'a> {
+    pub(crate) messages: Value,
+    /// A list of JSON schemas.
+    pub(crate) tools: Option<Value>,
+    /// A map of what else the template may ask for.
+    pub(crate) variables: Option<&'a Value>,
+}
+
 /// The chat template of a checkpoint, with the special tokens that it can name.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -93,9 +103,10 @@ impl ChatTemplate {
         for (name, source) in sources {
             // As jinja2 does before anything else.
             let source = &bound::bounded(&source.replace("\r\n", "\n").replace('\r', "\n"));
-            let plain = tag.as_ref().map_or(source.clone(), |tag| without_generation(source, tag));
+            let plain = tag.as_ref().map_or(source.clone(), |tag| mask::without_tags(source, tag, false));
             environment.add_template_owned(name.clone(), plain).map_err(refused)?;
-            if let Some(marked) = tag.as_ref().and_then(|tag| mask::marked(source, tag)) {
+            if let Some(tag) = tag.as_ref().filter(|tag| tag.is_match(source)) {
+                let marked = mask::without_tags(source, tag, true);
                 environment.add_template_owned(format!("{name}{}", mask::MARKED), marked).map_err(refused)?;
             }
         }
@@ -117,34 +128,21 @@ impl ChatTemplate {
             serde_json::from_str(text).map_err(|source| Error::Json { path: self.path.clone(), source })
         };
         let (tools, variables) = (tools.map(parse).transpose()?, variables.map(parse).transpose()?);
-        let rendered = self.render(parse(messages)?, tools, variables.as_ref());
-        rendered.map_err(|reason| Error::Template { path: self.path.clone(), reason })
+        let chat = Chat { messages: parse(messages)?, tools, variables: variables.as_ref() };
+        self.render(chat).map_err(|reason| Error::Template { path: self.path.clone(), reason })
     }
 
-    /// Renders `messages` with the start of an answer behind them.
-    ///
-    /// `tools` is a list of JSON schemas, `variables` a map of what else the template may ask for.
+    /// Renders a chat with the start of an answer behind it.
     ///
     /// # Errors
     /// What the template says, or what it does that it must not.
-    pub(crate) fn render(
-        &self,
-        messages: Value,
-        tools: Option<Value>,
-        variables: Option<&Value>,
-    ) -> Result<String, String> {
-        self.render_as("", messages, tools, variables, true)
+    pub(crate) fn render(&self, chat: Chat<'_>) -> Result<String, String> {
+        self.render_as("", chat, true)
     }
 
     /// Renders through the template whose name ends with `suffix`, with the start of an answer if `prompt`.
-    fn render_as(
-        &self,
-        suffix: &str,
-        messages: Value,
-        tools: Option<Value>,
-        variables: Option<&Value>,
-        prompt: bool,
-    ) -> Result<String, String> {
+    fn render_as(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
+        let Chat { messages, tools, variables } = chat;
         let name = match tools {
             Some(_) if self.environment.get_template(TOOL_USE).is_ok() => TOOL_USE,
             _ => DEFAULT,
@@ -249,15 +247,6 @@ fn tojson(
     };
     kwargs.assert_all_used()?;
     Ok(Value::from(style.dumps(value)?))
-}
-
-/// `{% generation %}` marks what an assistant says, and changes nothing of it.
-fn without_generation(source: &str, tag: &Regex) -> String {
-    let replaced = |tag: &regex::Captures<'_>| {
-        let word = if tag.get(2).is_some() { "endif" } else { "if true" };
-        format!("{{%{} {word} {}%}}", &tag[1], &tag[3])
-    };
-    tag.replace_all(source, replaced).into_owned()
 }
 
 /// A special token is a string, or an object with its text in `content`.

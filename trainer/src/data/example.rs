@@ -1,6 +1,5 @@
 //! A row becomes a prompt.
 
-use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,9 +8,9 @@ use minijinja::Value;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::rows::{Fault, Fields, Row, Wanted, fields, said};
+use super::rows::{Fields, Row, Wanted, Why, fields, said};
 use super::{DataOptions, Place, Tokenizer};
-use crate::chat::{ChatTemplate, Conversation, LossMask};
+use crate::chat::{Chat, ChatTemplate, Conversation, LossMask};
 use crate::error::{Result, input, short};
 use crate::sample::Prompt;
 
@@ -40,42 +39,13 @@ impl From<Example> for Prompt {
 }
 
 /// A row that is not trained on.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{place}: {why}")]
 pub struct Refused {
     /// The row.
     pub place: Place,
     /// Why.
     pub why: Why,
-}
-
-/// Why a row is not trained on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Why {
-    /// It is no prompt.
-    Bad {
-        /// What a row has to be.
-        expected: String,
-        /// What this one is.
-        found: String,
-    },
-    /// Its prompt has too many tokens.
-    TooLong {
-        /// Tokens of the prompt.
-        tokens: usize,
-        /// Tokens that it may have.
-        limit: usize,
-    },
-}
-
-impl fmt::Display for Refused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.why {
-            Why::Bad { expected, found } => write!(f, "{}: expected {expected}, found {found}", self.place),
-            Why::TooLong { tokens, limit } => {
-                write!(f, "{}: a prompt of {tokens} tokens, of which {limit} are allowed", self.place)
-            }
-        }
-    }
 }
 
 /// What makes prompts of rows: the options, with a tokenizer and, if asked for, a chat template.
@@ -153,44 +123,37 @@ impl RowReader {
 
     pub(super) fn example(&self, row: &Row, path: &Arc<Path>) -> Result<Example, Refused> {
         let place = Place { path: path.clone(), line: row.line };
-        let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
-        let made = match &row.fields {
-            Ok(fields) => self.prompt(fields, &place),
-            Err(fault) => Err(bad(fault.clone())),
-        };
+        let made = row.fields.as_ref().map_err(Why::clone).and_then(|fields| self.prompt(fields, &place));
         made.map_err(|why| Refused { place, why })
     }
 
     fn prompt(&self, fields: &Fields, place: &Place) -> Result<Example, Why> {
-        let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
         let (text, learned) = match self.options.loss_mask {
-            None => (self.text(fields).map_err(bad)?, Vec::new()),
-            Some(mask) => self.conversation(fields, mask).map_err(bad)?,
+            None => (self.text(fields)?, Vec::new()),
+            Some(mask) => self.conversation(fields, mask)?,
         };
-        let label = self.label(fields).map_err(bad)?;
-        let metadata = optional(fields, &self.options.metadata_key, '{', "an object").map_err(bad)?;
+        let (label, metadata) = (self.label(fields)?, self.metadata(fields)?);
         let tokens = match self.options.loss_mask {
             None => self.tokenizer.encode(&text).map(|tokens| (tokens, Vec::new())),
             Some(_) => self.tokenizer.encode_marked(&text, &learned),
         };
-        let unknown = |error| bad(Fault::new("text that the tokenizer knows", error));
+        let unknown = |error| Why::bad("text that the tokenizer knows", error);
         let (tokens, loss_mask) = tokens.map_err(unknown)?;
         if tokens.is_empty() {
-            return Err(bad(Fault::new("a prompt", "no tokens")));
+            return Err(Why::bad("a prompt", "no tokens"));
         }
         // The first token is read only.
         if self.options.loss_mask.is_some() && !loss_mask.iter().skip(1).any(|&learn| learn == 1) {
-            return Err(bad(Fault::new("a turn of the assistant to learn", "none")));
+            return Err(Why::bad("a turn of the assistant to learn", "none"));
         }
         if tokens.len() > self.limit {
             return Err(Why::TooLong { tokens: tokens.len(), limit: self.limit });
         }
-        let metadata = metadata.map(ToOwned::to_owned);
         Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata })
     }
 
     /// The prompt as the model reads it.
-    fn text(&self, fields: &Fields) -> Result<String, Fault> {
+    fn text(&self, fields: &Fields) -> Result<String, Why> {
         let key = &self.options.input_key;
         let expected = format!("text or a list of messages in `{key}`");
         let input = fields.get(key).ok_or_else(|| absent(&expected, fields))?.get();
@@ -202,35 +165,37 @@ impl RowReader {
                 self.render(template, Value::from(vec![message]), fields)
             }
             (Some(template), Some(b'[')) => self.render(template, messages(input, &expected)?, fields),
-            (None, Some(b'[')) => Err(Fault::new(
+            (None, Some(b'[')) => Err(Why::bad(
                 format!("text in `{key}`"),
                 "a list of messages, which `apply_chat_template` renders",
             )),
-            _ => Err(Fault::new(expected, format!("`{}`", short(input)))),
+            _ => Err(Why::bad(expected, format!("`{}`", short(input)))),
         }
     }
 
     /// A whole conversation as the model reads it, and the bytes of it that are learned.
-    fn conversation(&self, fields: &Fields, mask: LossMask) -> Result<(String, Vec<Range<usize>>), Fault> {
+    fn conversation(&self, fields: &Fields, mask: LossMask) -> Result<(String, Vec<Range<usize>>), Why> {
         let key = &self.options.input_key;
         let expected = format!("a list of messages in `{key}`");
         let input = fields.get(key).ok_or_else(|| absent(&expected, fields))?.get();
         let Some(template) = self.template.as_ref().filter(|_| input.starts_with('[')) else {
-            return Err(Fault::new(expected, format!("`{}`", short(input))));
+            return Err(Why::bad(expected, format!("`{}`", short(input))));
         };
-        let messages = messages(input, &expected)?;
-        let rendered = template.conversation(&messages, self.tools(fields)?, self.variables.as_ref(), mask);
-        let Conversation { text, learned } = rendered.map_err(untaken)?;
+        let chat = self.chat(messages(input, &expected)?, fields)?;
+        let Conversation { text, learned } = template.conversation(&chat, mask).map_err(untaken)?;
         Ok((text, learned))
     }
 
-    fn render(&self, template: &ChatTemplate, messages: Value, fields: &Fields) -> Result<String, Fault> {
-        let rendered = template.render(messages, self.tools(fields)?, self.variables.as_ref());
-        rendered.map_err(untaken)
+    fn render(&self, template: &ChatTemplate, messages: Value, fields: &Fields) -> Result<String, Why> {
+        template.render(self.chat(messages, fields)?).map_err(untaken)
+    }
+
+    fn chat(&self, messages: Value, fields: &Fields) -> Result<Chat<'_>, Why> {
+        Ok(Chat { messages, tools: self.tools(fields)?, variables: self.variables.as_ref() })
     }
 
     /// The row's list of tools, if it has one.
-    fn tools(&self, fields: &Fields) -> Result<Option<Value>, Fault> {
+    fn tools(&self, fields: &Fields) -> Result<Option<Value>, Why> {
         let key = &self.options.tool_key;
         let tools = match fields.get(key).map(|tools| tools.get()) {
             // Some data sets keep them as text.
@@ -240,66 +205,62 @@ impl RowReader {
         };
         let list = |text: String| match text.trim_start().starts_with('[') {
             true => parse::<Value>(&text),
-            false => Err(Fault::new(format!("a list of tools in `{key}`"), format!("`{}`", short(&text)))),
+            false => Err(Why::bad(format!("a list of tools in `{key}`"), format!("`{}`", short(&text)))),
         };
         tools.map(list).transpose()
     }
 
-    fn label(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Fault> {
+    fn label(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Why> {
         let Some(key) = &self.options.label_key else { return Ok(None) };
         match fields.get(key) {
             Some(label) if label.get() != "null" => Ok(Some(label.clone())),
-            Some(_) => Err(Fault::new(format!("a label in `{key}`"), "null")),
+            Some(_) => Err(Why::bad(format!("a label in `{key}`"), "null")),
             None => Err(absent(&format!("a label in `{key}`"), fields)),
+        }
+    }
+
+    /// The row's object for rewards, which it may lack or have empty.
+    fn metadata(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Why> {
+        let key = &self.options.metadata_key;
+        match fields.get(key) {
+            Some(value) if value.get().starts_with('{') => Ok(Some(value.clone())),
+            Some(value) if value.get() != "null" => {
+                Err(Why::bad(format!("an object in `{key}`"), format!("`{}`", short(value.get()))))
+            }
+            _ => Ok(None),
         }
     }
 }
 
 /// A field that a row has to have, and lacks.
-fn absent(expected: &str, fields: &Fields) -> Fault {
+fn absent(expected: &str, fields: &Fields) -> Why {
     let names: Vec<_> = fields.keys().map(|name| format!("`{}`", short(name))).take(20).collect();
     let has = if names.is_empty() { "no fields".to_owned() } else { names.join(", ") };
-    Fault::new(expected, format!("no such field; the row has {has}"))
-}
-
-/// A field that a row may lack or have empty, but not of another form.
-fn optional<'f>(
-    fields: &'f Fields,
-    key: &str,
-    first: char,
-    form: &str,
-) -> Result<Option<&'f RawValue>, Fault> {
-    match fields.get(key) {
-        Some(value) if value.get().starts_with(first) => Ok(Some(value)),
-        Some(value) if value.get() != "null" => {
-            Err(Fault::new(format!("{form} in `{key}`"), format!("`{}`", short(value.get()))))
-        }
-        _ => Ok(None),
-    }
+    Why::bad(expected, format!("no such field; the row has {has}"))
 }
 
 /// A list of messages, each an object with a role.
-fn messages(text: &str, expected: &str) -> Result<Value, Fault> {
+fn messages(text: &str, expected: &str) -> Result<Value, Why> {
     let messages: Value = parse(text)?;
     if messages.len() == Some(0) {
-        return Err(Fault::new(expected, "an empty list"));
+        return Err(Why::bad(expected, "an empty list"));
     }
     let role = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str().is_some());
-    let mut all = messages.try_iter().map_err(|error| Fault::new(expected, error))?;
+    let mut all = messages.try_iter().map_err(|error| Why::bad(expected, error))?;
     match all.find(|message| !role(message)) {
         None => Ok(messages),
         Some(message) => {
             let found = short(&message.to_string());
-            Err(Fault::new("messages that are objects with a `role`", format!("`{found}`")))
+            Err(Why::bad("messages that are objects with a `role`", format!("`{found}`")))
         }
     }
 }
 
 /// What the chat template said of messages.
-fn untaken(said: String) -> Fault {
-    Fault::new("messages that the chat template takes", format!("its error: {said}"))
+fn untaken(said: String) -> Why {
+    Why::bad("messages that the chat template takes", format!("its error: {said}"))
 }
 
-fn parse<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Fault> {
-    serde_json::from_str(text).map_err(|error| Fault::new("JSON", said(&error)))
+fn parse<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Why> {
+    serde_json::from_str(text).map_err(|error| Why::bad("JSON", said(&error)))
 }

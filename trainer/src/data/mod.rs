@@ -8,8 +8,9 @@ mod rows;
 mod source;
 mod tokenizer;
 
-pub use example::{Example, Refused, RowReader, Why};
+pub use example::{Example, Refused, RowReader};
 pub use order::Order;
+pub use rows::Why;
 pub use source::Source;
 pub use tokenizer::Tokenizer;
 

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use parquet::schema::types::Type;
-use serde_json::value::RawValue;
+use serde::ser::{Error as _, Serialize, Serializer};
+use serde_json::value::{RawValue, to_raw_value};
 
-use super::rows::{Fault, Fields, Row, Wanted};
+use super::rows::{Fields, Row, Wanted, Why};
 use super::source::Source;
 use crate::error::{Error, Result, input, short};
 
@@ -46,84 +47,56 @@ fn unreadable(source: &Source, error: parquet::errors::ParquetError) -> Error {
     Error::Io { action: "read, as Parquet,", path: source.path.clone(), source: source_of }
 }
 
-fn fields(record: &Record) -> Result<Fields, Fault> {
-    let mut fields = Fields::new();
-    for (name, field) in record.get_column_iter() {
-        let mut json = String::new();
-        write(field, &mut json)?;
-        let raw = RawValue::from_string(json).map_err(|error| Fault::new("text or numbers", error))?;
-        fields.insert(name.clone(), raw);
-    }
-    Ok(fields)
-}
-
-fn write(field: &Field, json: &mut String) -> Result<(), Fault> {
-    let number = |json: &mut String, value: f64| match value.is_finite() {
-        // Two digits at least, so that it stays a float.
-        true => json.push_str(&format!("{value:?}")),
-        false => json.push_str("null"),
+fn fields(record: &Record) -> Result<Fields, Why> {
+    let field = |(name, field): (&String, &Field)| {
+        let json = to_raw_value(&Json(field)).map_err(|error| Why::bad("text", error))?;
+        Ok((name.clone(), json))
     };
-    match field {
-        Field::Null => json.push_str("null"),
-        Field::Bool(value) => json.push_str(&value.to_string()),
-        Field::Byte(value) => json.push_str(&value.to_string()),
-        Field::Short(value) => json.push_str(&value.to_string()),
-        Field::Int(value) => json.push_str(&value.to_string()),
-        Field::Long(value) => json.push_str(&value.to_string()),
-        Field::UByte(value) => json.push_str(&value.to_string()),
-        Field::UShort(value) => json.push_str(&value.to_string()),
-        Field::UInt(value) => json.push_str(&value.to_string()),
-        Field::ULong(value) => json.push_str(&value.to_string()),
-        Field::Float16(value) => number(json, f64::from(value.to_f32())),
-        Field::Float(value) => number(json, f64::from(*value)),
-        Field::Double(value) => number(json, *value),
-        Field::Str(value) => text(value, json),
-        Field::Bytes(value) => match value.as_utf8() {
-            Ok(value) => text(value, json),
-            Err(_) => return Err(Fault::new("text", "bytes that are not UTF-8")),
-        },
-        Field::Group(record) => {
-            let members = record.get_column_iter().map(|(name, value)| (name.as_str(), value));
-            object(members, json)?;
-        }
-        Field::ListInternal(list) => {
-            json.push('[');
-            for (index, element) in list.elements().iter().enumerate() {
-                if index > 0 {
-                    json.push(',');
-                }
-                write(element, json)?;
+    record.get_column_iter().map(field).collect()
+}
+
+/// A field as JSON.
+struct Json<'a>(&'a Field);
+
+impl Serialize for Json<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Field::Null => serializer.serialize_unit(),
+            Field::Bool(value) => value.serialize(serializer),
+            Field::Byte(value) => value.serialize(serializer),
+            Field::Short(value) => value.serialize(serializer),
+            Field::Int(value) => value.serialize(serializer),
+            Field::Long(value) => value.serialize(serializer),
+            Field::UByte(value) => value.serialize(serializer),
+            Field::UShort(value) => value.serialize(serializer),
+            Field::UInt(value) => value.serialize(serializer),
+            Field::ULong(value) => value.serialize(serializer),
+            Field::Float16(value) => number(f64::from(value.to_f32())).serialize(serializer),
+            Field::Float(value) => number(f64::from(*value)).serialize(serializer),
+            Field::Double(value) => number(*value).serialize(serializer),
+            Field::Str(value) => value.serialize(serializer),
+            Field::Bytes(value) => match value.as_utf8() {
+                Ok(value) => value.serialize(serializer),
+                Err(_) => Err(S::Error::custom("bytes that are not UTF-8")),
+            },
+            Field::Group(record) => {
+                serializer.collect_map(record.get_column_iter().map(|(name, value)| (name, Json(value))))
             }
-            json.push(']');
+            Field::ListInternal(list) => serializer.collect_seq(list.elements().iter().map(Json)),
+            Field::MapInternal(map) => {
+                let key = |field: &Field| match field {
+                    Field::Str(key) => key.clone(),
+                    other => other.to_string(),
+                };
+                serializer.collect_map(map.entries().iter().map(|(name, value)| (key(name), Json(value))))
+            }
+            // Decimals, dates and times: as Parquet's own tools print them.
+            other => serializer.collect_str(other),
         }
-        Field::MapInternal(map) => {
-            let key = |field: &Field| match field {
-                Field::Str(key) => key.clone(),
-                other => other.to_string(),
-            };
-            let members: Vec<_> = map.entries().iter().map(|(name, value)| (key(name), value)).collect();
-            object(members.iter().map(|(name, value)| (name.as_str(), *value)), json)?;
-        }
-        // Decimals, dates and times: as Parquet's own tools print them.
-        other => text(&other.to_string(), json),
     }
-    Ok(())
 }
 
-fn object<'a>(members: impl Iterator<Item = (&'a str, &'a Field)>, json: &mut String) -> Result<(), Fault> {
-    json.push('{');
-    for (index, (name, value)) in members.enumerate() {
-        if index > 0 {
-            json.push(',');
-        }
-        text(name, json);
-        json.push(':');
-        write(value, json)?;
-    }
-    json.push('}');
-    Ok(())
-}
-
-fn text(value: &str, json: &mut String) {
-    json.push_str(&serde_json::Value::from(value).to_string());
+/// With two digits at least, so that it stays a float; none if it is not finite.
+fn number(value: f64) -> Option<Box<RawValue>> {
+    RawValue::from_string(format!("{value:?}")).ok()
 }

@@ -28,23 +28,37 @@ pub(super) struct Wanted<'a> {
     pub(super) optional: Vec<&'a str>,
 }
 
-/// Why a row is refused.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Fault {
-    pub(super) expected: String,
-    pub(super) found: String,
+/// Why a row is not trained on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Why {
+    /// It is no prompt.
+    #[error("expected {expected}, found {found}")]
+    Bad {
+        /// What a row has to be.
+        expected: String,
+        /// What this one is.
+        found: String,
+    },
+    /// Its prompt has too many tokens.
+    #[error("a prompt of {tokens} tokens, of which {limit} are allowed")]
+    TooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Tokens that it may have.
+        limit: usize,
+    },
 }
 
-impl Fault {
-    pub(super) fn new(expected: impl ToString, found: impl ToString) -> Self {
-        Fault { expected: expected.to_string(), found: found.to_string() }
+impl Why {
+    pub(super) fn bad(expected: impl ToString, found: impl ToString) -> Self {
+        Why::Bad { expected: expected.to_string(), found: found.to_string() }
     }
 }
 
 /// A row as it was read; `line` counts from 1.
 pub(super) struct Row {
     pub(super) line: u64,
-    pub(super) fields: Result<Fields, Fault>,
+    pub(super) fields: Result<Fields, Why>,
 }
 
 /// Calls `take` for each row that `source` names, in order. Only the fields in `wanted` are read where the
@@ -77,7 +91,8 @@ fn lines(source: &Source, file: File, mut take: impl FnMut(Row) -> Result<()>) -
             break;
         }
         if bytes.len() as u64 == LINE_BYTES_MAX && bytes.last() != Some(&b'\n') {
-            return Err(long_line(&source.path, number + 1));
+            let what = format!("{}:{}", source.path.display(), number + 1);
+            return Err(input(what, format!("a line of fewer than {LINE_BYTES_MAX} bytes"), "a longer one"));
         }
         if number >= source.rows.start {
             take(Row { line: number + 1, fields: fields(&bytes) })?;
@@ -104,21 +119,14 @@ fn other_format(path: &Path, start: &[u8]) -> Option<String> {
     Some(found.to_owned())
 }
 
-fn long_line(path: &Path, line: u64) -> crate::error::Error {
-    let what = format!("{}:{line}", path.display());
-    input(what, format!("a line of fewer than {LINE_BYTES_MAX} bytes"), "a longer one")
-}
-
 /// The fields of a row of JSON.
-pub(super) fn fields(line: &[u8]) -> Result<Fields, Fault> {
+pub(super) fn fields(line: &[u8]) -> Result<Fields, Why> {
     let expected = "a JSON object";
-    let text = std::str::from_utf8(line).map_err(|error| Fault::new("UTF-8", error))?;
+    let text = std::str::from_utf8(line).map_err(|error| Why::bad("UTF-8", error))?;
     match text.trim_start().bytes().next() {
-        None => Err(Fault::new(expected, "an empty line")),
-        Some(b'{') => {
-            serde_json::from_str(text.trim_end()).map_err(|error| Fault::new(expected, said(&error)))
-        }
-        Some(_) => Err(Fault::new(expected, format!("`{}`", short(text.trim())))),
+        None => Err(Why::bad(expected, "an empty line")),
+        Some(b'{') => serde_json::from_str(text.trim_end()).map_err(|error| Why::bad(expected, said(&error))),
+        Some(_) => Err(Why::bad(expected, format!("`{}`", short(text.trim())))),
     }
 }
 

@@ -22,10 +22,9 @@ impl Tokenizer {
         let path = checkpoint.join("tokenizer.json");
         let refused = |reason: String| Error::Tokenizer { path: path.clone(), reason };
         if !path.is_file() {
-            return Err(refused(
-                "there is none; save the tokenizer with transformers' `save_pretrained` beside the weights"
-                    .into(),
-            ));
+            let reason =
+                "there is none; save the tokenizer with transformers' `save_pretrained` beside the weights";
+            return Err(refused(reason.to_owned()));
         }
         let bytes = regular::read(&path).map_err(|error| refused(error.to_string()))?;
         Self::from_bytes(path, &bytes)

@@ -1,21 +1,18 @@
 //! A command in any language, over its standard input and output.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::process::Stdio;
 use std::sync::Arc;
 
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout};
-use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
+use tokio::sync::{Mutex, Semaphore};
 
-use super::{Head, HookOptions, shown};
+use super::{ANSWER_BYTES_MAX, Head, HookOptions, shown};
 use crate::error::plain;
 use crate::service::Silent;
 
-/// Longest answer.
-const ANSWER_BYTES_MAX: u64 = 64 << 20;
 /// Longest line of its standard error that is kept whole.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Times that a question is given to a command that ends instead of answering.
@@ -25,89 +22,47 @@ const NOTES_KEPT: usize = 64;
 
 /// Processes of one command. They are started when they are first needed, again when one ended, and end with
 /// this value.
+#[derive(Debug)]
 pub(super) struct Pool {
     /// What names the command.
     flag: &'static str,
     options: HookOptions,
-    queue: OnceCell<mpsc::Sender<Job>>,
+    /// As many permits as places: a question waits here for a free process.
+    free: Semaphore,
+    places: Vec<Mutex<Place>>,
 }
 
-/// A question that waits for a process.
-struct Job {
-    id: u64,
-    line: Vec<u8>,
-    answer: oneshot::Sender<Result<Vec<u8>, Silent>>,
+/// Where a process is, one after another.
+#[derive(Debug, Default)]
+struct Place {
+    process: Option<Process>,
+    notes: Notes,
 }
 
 impl Pool {
     pub(super) fn new(flag: &'static str, options: &HookOptions) -> Self {
-        Pool { flag, options: options.clone(), queue: OnceCell::new() }
+        let processes = options.processes.max(1);
+        let places = std::iter::repeat_with(Mutex::default).take(processes).collect();
+        Pool { flag, options: options.clone(), free: Semaphore::new(processes), places }
     }
 
-    /// The line that answers `line`, which has this `id`.
+    /// The line that answers `line`, which has this `id`. Where the asking task is stopped, the process owes an answer
+    /// that has no taker, and ends.
     pub(super) async fn ask(&self, id: u64, mut line: Vec<u8>) -> Result<Vec<u8>, Silent> {
         line.push(b'\n');
-        let (answer, answered) = oneshot::channel();
         let gone = || Silent::new("the end of its processes");
-        let queue = self.queue.get_or_init(|| self.start()).await;
-        queue.send(Job { id, line, answer }).await.map_err(|_| gone())?;
-        answered.await.map_err(|_| gone())?
-    }
-
-    async fn start(&self) -> mpsc::Sender<Job> {
-        let processes = self.options.processes.max(1);
-        // A question waits here for a free process.
-        let (queue, jobs) = mpsc::channel(processes);
-        let jobs = Arc::new(Mutex::new(jobs));
-        for _ in 0..processes {
-            let worker = Worker { flag: self.flag, options: self.options.clone(), notes: Notes::default() };
-            tokio::spawn(worker.work(jobs.clone()));
-        }
-        queue
-    }
-}
-
-impl fmt::Debug for Pool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("command", &self.options.at).finish_non_exhaustive()
-    }
-}
-
-/// What serves jobs with one process at a time.
-struct Worker {
-    flag: &'static str,
-    options: HookOptions,
-    notes: Notes,
-}
-
-impl Worker {
-    /// Serves until there are no more jobs.
-    async fn work(self, jobs: Arc<Mutex<mpsc::Receiver<Job>>>) {
-        let mut process = None;
-        loop {
-            let job = jobs.lock().await.recv().await;
-            let Some(Job { id, line, mut answer }) = job else { return };
-            // The asking task may have been stopped. The process then owes an answer that has no taker, and ends.
-            tokio::select! {
-                answered = self.serve(&mut process, id, &line) => {
-                    let _ = answer.send(answered);
-                }
-                () = answer.closed() => {}
-            }
-        }
-    }
-
-    async fn serve(&self, process: &mut Option<Process>, id: u64, line: &[u8]) -> Result<Vec<u8>, Silent> {
+        let _permit = self.free.acquire().await.map_err(|_| gone())?;
+        let mut place = self.places.iter().find_map(|place| place.try_lock().ok()).ok_or_else(gone)?;
         let mut found = String::new();
         for _ in 0..ATTEMPTS {
-            let mut running = match process.take() {
+            let mut running = match place.process.take() {
                 Some(running) => running,
-                None => Process::start(self.flag, &self.options.at, &self.notes)
+                None => Process::start(self.flag, &self.options.at, &place.notes)
                     .map_err(|error| Silent::new(format_args!("that it does not start: {error}")))?,
             };
-            match tokio::time::timeout(self.options.deadline, running.ask(id, line)).await {
+            match tokio::time::timeout(self.options.deadline, running.ask(id, &line)).await {
                 Ok(Ok(answer)) => {
-                    *process = Some(running);
+                    place.process = Some(running);
                     return Ok(answer);
                 }
                 // It ended: a new one may do better.
@@ -127,6 +82,7 @@ enum Broken {
 }
 
 /// One running process. Its whole group is killed when this is dropped.
+#[derive(Debug)]
 struct Process {
     child: Child,
     input: ChildStdin,
@@ -155,7 +111,8 @@ impl Process {
             self.input.write_all(line).await?;
             self.input.flush().await
         };
-        let read = async { (&mut self.output).take(ANSWER_BYTES_MAX).read_until(b'\n', &mut answer).await };
+        let read =
+            async { (&mut self.output).take(ANSWER_BYTES_MAX as u64).read_until(b'\n', &mut answer).await };
         let (written, read) = tokio::join!(write, read);
         if written.is_err() || read.is_err() || answer.last() != Some(&b'\n') {
             return Err(self.ended(&answer).await);
@@ -169,7 +126,7 @@ impl Process {
 
     /// How the process ended, or that its line was longer than an answer may be.
     async fn ended(&mut self, answer: &[u8]) -> Broken {
-        if answer.len() as u64 >= ANSWER_BYTES_MAX {
+        if answer.len() >= ANSWER_BYTES_MAX {
             return Broken::Nonsense(format!("a line of more than {ANSWER_BYTES_MAX} bytes"));
         }
         self.kill();
@@ -192,8 +149,8 @@ impl Drop for Process {
     }
 }
 
-/// The last lines that the processes of a worker wrote on standard error, each with the number of its process.
-#[derive(Clone, Default)]
+/// The last lines that the processes of a place wrote on standard error, each with the number of its process.
+#[derive(Clone, Debug, Default)]
 struct Notes(Arc<std::sync::Mutex<VecDeque<(u32, String)>>>);
 
 impl Notes {

@@ -5,6 +5,7 @@ use driftless_bridge::engine::Finish;
 use driftless_bridge::{Generation, SamplingParams};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 use super::sample::{Claim, Made, assemble};
 use super::{Fault, Hook};
@@ -26,20 +27,10 @@ struct Question<'a> {
     input_ids: &'a [i32],
     label: Option<&'a RawValue>,
     metadata: Option<&'a RawValue>,
-    sampling_params: Params<'a>,
+    /// Under SGLang's names.
+    sampling_params: &'a Value,
     evaluation: bool,
     generations: &'a [Said],
-}
-
-/// Sampling under SGLang's names.
-#[derive(Serialize)]
-struct Params<'a> {
-    temperature: f64,
-    top_p: f64,
-    top_k: i64,
-    max_new_tokens: u32,
-    stop: &'a [String],
-    stop_token_ids: &'a [i32],
 }
 
 /// A generation as the hook is told of it.
@@ -88,6 +79,12 @@ impl Hook {
         turn: &Turn<'_>,
     ) -> Result<Vec<Trajectory>> {
         let refused = |fault| self.refused(format_args!("sample {}, {}", turn.sample, prompt.place), fault);
+        let sampling = &turn.sampling;
+        let sampling_params = json!({
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop,
+            "stop_token_ids": sampling.stop_token_ids,
+        });
         let (mut said, mut made) = (Vec::new(), Vec::new());
         loop {
             let question = Question {
@@ -96,7 +93,7 @@ impl Hook {
                 input_ids: &prompt.tokens,
                 label: prompt.label.as_deref(),
                 metadata: prompt.metadata.as_deref(),
-                sampling_params: params(&turn.sampling),
+                sampling_params: &sampling_params,
                 evaluation: turn.evaluation,
                 generations: &said,
             };
@@ -121,7 +118,7 @@ impl Hook {
                 return Err(refused(Fault::of(expected, "that it asks for another one")));
             }
             let input_ids = wanted.input_ids(tokenizer, prompt, &made)?.map_err(refused)?;
-            let sampling = wanted.sampling_params.of(&turn.sampling);
+            let sampling = wanted.sampling_params.of(sampling);
             let generation = turn.generate(made.len() as u64, input_ids.clone(), sampling).await?;
             said.push(tell(tokenizer, &input_ids, &generation)?);
             made.push(Made { input_ids, generation });
@@ -160,17 +157,6 @@ impl Overrides {
             stop_token_ids: self.stop_token_ids.unwrap_or_else(|| sampling.stop_token_ids.clone()),
             ..sampling.clone()
         }
-    }
-}
-
-fn params(sampling: &SamplingParams) -> Params<'_> {
-    Params {
-        temperature: sampling.temperature,
-        top_p: sampling.top_p,
-        top_k: sampling.top_k,
-        max_new_tokens: sampling.max_new_tokens,
-        stop: &sampling.stop,
-        stop_token_ids: &sampling.stop_token_ids,
     }
 }
 

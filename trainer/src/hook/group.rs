@@ -13,7 +13,7 @@ use crate::sample::Answer;
 
 /// The samples of a group. Their rewards are there once they have some.
 #[derive(Serialize)]
-struct Group<'a> {
+pub(super) struct Group<'a> {
     samples: Vec<Scored<'a>>,
 }
 
@@ -30,18 +30,18 @@ impl<'a> Group<'a> {
         Group { samples: answers.iter().map(|answer| Scored { answer, reward: None }).collect() }
     }
 
-    fn scored(answers: &'a [Answer], rewards: &[f32]) -> Self {
+    pub(super) fn scored(answers: &'a [Answer], rewards: &[f32]) -> Self {
         let scored = answers.iter().zip(rewards);
         Group { samples: scored.map(|(answer, reward)| Scored { answer, reward: Some(*reward) }).collect() }
     }
 }
 
 #[derive(Deserialize)]
-struct Rewards {
-    rewards: Vec<Value>,
+pub(super) struct Rewards {
+    pub(super) rewards: Vec<Value>,
 }
 
-const REWARDS: &str = "{\"rewards\": [one finite number per sample]}";
+pub(super) const REWARDS: &str = "{\"rewards\": [one finite number per sample]}";
 const REWARD_ADVICE: &str = "correct the reward; docs/hooks.md has what it is asked";
 
 /// Rewards of a hook (`--custom-rm-command`, or `--rm-url` with `--group-rm`), which is asked once for each
@@ -74,66 +74,19 @@ impl Reward for Rm {
         let Rewards { rewards } = asked.map_err(|fault| self.0.refused(about, fault))?;
         match rewards.len() {
             0 => Ok(()),
-            found => Err(self.0.refused(
-                about,
-                Fault::of("{\"rewards\": []} for no samples", format_args!("{found} rewards")),
-            )),
+            found => {
+                let found = format!("{found} rewards");
+                Err(self.0.refused(about, Fault::of("{\"rewards\": []} for no samples", found)))
+            }
         }
     }
 }
 
 /// As many numbers as answers, all finite.
-fn numbers(rewards: &[Value], answers: &[Answer]) -> Result<Vec<f32>> {
+pub(super) fn numbers(rewards: &[Value], answers: &[Answer]) -> Result<Vec<f32>> {
     if let Some(first) = answers.first().filter(|_| rewards.len() != answers.len()) {
         let found = format!("{} rewards for {} samples", rewards.len(), answers.len());
         return Err(first.refused(REWARDS, found, REWARD_ADVICE));
     }
     rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, REWARD_ADVICE)).collect()
-}
-
-#[derive(Deserialize)]
-struct Kept {
-    keep: bool,
-    #[serde(default)]
-    reason: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Removed {
-    remove: Vec<bool>,
-}
-
-impl Hook {
-    /// Why not to learn from a group, if it says so (`--dynamic-sampling-filter-command`).
-    pub(crate) async fn leave_out(&self, answers: &[Answer], rewards: &[f32]) -> Result<Option<String>> {
-        let expected = "{\"keep\": true or false}";
-        let asked = self.ask("dynamic_sampling_filter", &Group::scored(answers, rewards), expected).await;
-        let kept: Kept = asked.map_err(|fault| self.refused(about(answers), fault))?;
-        let reason = || kept.reason.unwrap_or_else(|| "the filter left it out".to_owned());
-        Ok((!kept.keep).then(reason))
-    }
-
-    /// Which samples count for advantages, but are not trained on (`--rollout-sample-filter-command`).
-    pub(crate) async fn remove(&self, answers: &[Answer], rewards: &[f32]) -> Result<Vec<bool>> {
-        let expected = "{\"remove\": [true or false per sample]}";
-        let asked = self.ask("rollout_sample_filter", &Group::scored(answers, rewards), expected).await;
-        let Removed { remove } = asked.map_err(|fault| self.refused(about(answers), fault))?;
-        if remove.len() == answers.len() {
-            return Ok(remove);
-        }
-        let found = format!("{} for {} samples", remove.len(), answers.len());
-        Err(self.refused(about(answers), Fault::of(expected, found)))
-    }
-
-    /// The rewards that are learned from (`--custom-reward-post-process-command`).
-    pub(crate) async fn post_process(&self, answers: &[Answer], rewards: &[f32]) -> Result<Vec<f32>> {
-        let asked = self.ask("reward_post_process", &Group::scored(answers, rewards), REWARDS).await;
-        let Rewards { rewards } = asked.map_err(|fault| self.refused(about(answers), fault))?;
-        numbers(&rewards, answers)
-    }
-}
-
-/// The group, for messages.
-fn about(answers: &[Answer]) -> String {
-    answers.first().map_or_else(String::new, |first| format!("the group of sample {}", first.sample))
 }

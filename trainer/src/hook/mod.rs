@@ -24,6 +24,9 @@ use crate::service::{LOOK, Service};
 pub use filters::{Filter, Filters};
 pub use group::Rm;
 
+/// Longest answer.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
 /// How a hook is reached.
 #[derive(Debug, Clone, Setters)]
 #[setters(prefix = "with_")]
@@ -94,7 +97,7 @@ impl Hook {
     pub fn open(flag: &'static str, options: &HookOptions) -> Result<Self> {
         let is_url = ["http://", "https://"].iter().any(|scheme| options.at.starts_with(scheme));
         let peer = match (is_url, options.at.trim().is_empty()) {
-            (true, _) => Peer::Service(Service::new(flag, &options.at, options.deadline)?),
+            (true, _) => Peer::Service(Service::new(flag, &options.at, options.deadline, ANSWER_BYTES_MAX)?),
             (false, false) => Peer::Command(command::Pool::new(flag, options)),
             (false, true) => {
                 return Err(crate::error::input(flag, "a command, or http://host:port/path", "nothing"));
@@ -104,16 +107,12 @@ impl Hook {
     }
 
     /// Asks, and takes the answer apart. `expected` says what it has to be.
-    pub(crate) async fn ask<Q, A>(
+    pub(crate) async fn ask<A: DeserializeOwned>(
         &self,
         hook: &'static str,
-        question: &Q,
+        question: &(impl Serialize + Sync),
         expected: &'static str,
-    ) -> Result<A, Fault>
-    where
-        Q: Serialize + Sync,
-        A: DeserializeOwned,
-    {
+    ) -> Result<A, Fault> {
         let fault = |found: String, todo| Fault { expected: expected.to_owned(), found, todo };
         let id = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
         let line = serde_json::to_vec(&Line { id, hook, question });

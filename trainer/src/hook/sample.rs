@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::Fault;
-use crate::sample::{Trajectory, TrajectoryBuilder};
+use crate::sample::Trajectory;
 
 /// A sample as a command describes it.
 #[derive(Debug, Default, Deserialize)]
@@ -53,11 +53,11 @@ pub(super) fn assemble(
     if let Some(id) = tokens.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= bound)) {
         return Err(Fault::of(format_args!("`tokens` in 0..{bound}"), id));
     }
-    let mut trajectory = TrajectoryBuilder::new(tokens, prompt_len);
+    let mut trajectory = Trajectory::new(tokens, prompt_len);
     for made in made {
         trajectory.take(&made.input_ids, &made.generation);
     }
-    let trajectory = Trajectory { metadata: claim.metadata, ..trajectory.build() };
+    trajectory.metadata = claim.metadata;
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
@@ -69,10 +69,8 @@ impl Trajectory {
     fn masked(mut self, mask: Vec<u8>) -> Result<Self, Fault> {
         if mask.len() != self.loss_mask.len() || mask.iter().any(|keep| *keep > 1) {
             let expected = format!("`loss_mask` of 0 and 1 for {} response tokens", self.loss_mask.len());
-            return Err(Fault::of(
-                expected,
-                format_args!("{} numbers up to {:?}", mask.len(), mask.iter().max()),
-            ));
+            let found = format!("{} numbers up to {:?}", mask.len(), mask.iter().max());
+            return Err(Fault::of(expected, found));
         }
         let foreign = mask.iter().zip(&self.loss_mask).position(|(wanted, made)| wanted > made);
         if let Some(at) = foreign {

@@ -65,28 +65,16 @@ impl Child {
         let Some(process) = &mut self.process else {
             return Err(lost("no running process".to_owned()));
         };
-        match process.ask(call, self.options.deadline) {
-            Ok(reply) => match reply.error {
-                None => Ok(reply),
-                Some(reason) => {
-                    let reason = cut(&reason, WORDS_MAX);
-                    Err(Error::LearnerRefused { learner, call: name, reason })
-                }
-            },
-            Err(Lost::Nonsense(found)) => {
-                self.process = None;
-                Err(Error::LearnerReply {
-                    learner,
-                    call: name,
-                    expected: "a reply of docs/wire/learner.md",
-                    found,
-                })
+        let error = match process.ask(call, self.options.deadline) {
+            Ok(Reply { error: Some(reason), .. }) => {
+                return Err(Error::LearnerRefused { learner, call: name, reason: cut(&reason, WORDS_MAX) });
             }
-            Err(Lost::Gone(found)) => {
-                self.process = None;
-                Err(lost(found))
-            }
-        }
+            Ok(reply) => return Ok(reply),
+            Err(Lost::Nonsense(found)) => self.wrong(name, "a reply of docs/wire/learner.md", found),
+            Err(Lost::Gone(found)) => lost(found),
+        };
+        self.process = None;
+        Err(error)
     }
 
     fn wrong(&self, call: &'static str, expected: &'static str, found: impl ToString) -> Error {
@@ -118,8 +106,8 @@ impl Learner for Child {
             baseline: absolute(&place.baseline)?,
             ..place.clone()
         };
-        let Workspace { save, .. } = &workspace;
-        self.process = Some(Process::start(command, program(command), save, self.options.deadline)?);
+        let (name, deadline) = (program(command), self.options.deadline);
+        self.process = Some(Process::start(command, name, &workspace.save, deadline)?);
         let reply = self.call(Call::Hello(Box::new(Hello::new(workspace, &self.options))))?;
         if reply.protocol != Some(PROTOCOL) {
             let found = reply.protocol.map_or("none".to_owned(), |found| found.to_string());

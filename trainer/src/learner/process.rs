@@ -52,11 +52,9 @@ impl Process {
         std::fs::create_dir_all(save).map_err(io("create", save))?;
         let socket = save.join("socket");
         if socket.as_os_str().len() > SOCKET_BYTES_MAX {
-            return Err(crate::error::input(
-                "save",
-                format_args!("a path that leaves room for a socket's name: {SOCKET_BYTES_MAX} bytes in all"),
-                socket.display(),
-            ));
+            let expected =
+                format!("a path that leaves room for a socket's name: {SOCKET_BYTES_MAX} bytes in all");
+            return Err(crate::error::input("save", expected, socket.display()));
         }
         let mut lock = take_lock(&save.join("lock"), deadline)?;
         match std::fs::remove_file(&socket) {
@@ -68,9 +66,9 @@ impl Process {
         let input = lock.try_clone().map_err(io("lend", &socket))?;
         let mut child = spawn(command, &socket, input)?;
         note_holder(&mut lock, child.id()).map_err(io("write", save.join("lock")))?;
-        for output in [child.stdout.take().map(Output::Out), child.stderr.take().map(Output::Err)] {
-            forward(name.to_owned(), output)?;
-        }
+        let (written, errors) = (child.stdout.take(), child.stderr.take());
+        written.map_or(Ok(()), |output| forward(name.to_owned(), output))?;
+        errors.map_or(Ok(()), |output| forward(name.to_owned(), output))?;
         let mut process = Process { child, stream: None, asked: 0, ended: false, _lock: lock };
         process.stream = Some(process.accept(name, &listener, end, deadline)?);
         // It is connected: the name is of no more use.
@@ -258,21 +256,10 @@ fn note_holder(lock: &mut File, id: u32) -> std::io::Result<()> {
     lock.write_all(id.to_string().as_bytes())
 }
 
-/// What a child writes.
-enum Output {
-    Out(std::process::ChildStdout),
-    Err(std::process::ChildStderr),
-}
-
 /// Logs what a child writes, line by line.
-fn forward(name: String, output: Option<Output>) -> Result<()> {
-    let mut lines: BufReader<Box<dyn Read + Send>> = match output {
-        Some(Output::Out(out)) => BufReader::new(Box::new(out)),
-        Some(Output::Err(err)) => BufReader::new(Box::new(err)),
-        None => return Ok(()),
-    };
+fn forward(name: String, output: impl Read + Send + 'static) -> Result<()> {
     let log = move || {
-        let mut line = Vec::new();
+        let (mut lines, mut line) = (BufReader::new(output), Vec::new());
         loop {
             line.clear();
             match (&mut lines).take(NOTE_BYTES_MAX).read_until(b'\n', &mut line) {

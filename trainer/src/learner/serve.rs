@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use driftless_buffer::{Position, Reader, Record};
+use driftless_store::chain_text;
 use serde_json::{Value, json};
 
 use super::wire::{self, Call, Hello, Line, PROTOCOL};
@@ -33,18 +34,17 @@ pub fn serve(socket: &Path, make: impl FnOnce(&Hello) -> Box<dyn Learner>) -> Re
         let Line { id, call } = serde_json::from_slice(&line)
             .map_err(|error| broken("understand what came from")(error.into()))?;
         let answer = match (call, &mut served) {
-            (Call::Hello(told), None) => match make.take() {
+            (Call::Hello(told), _) => match make.take() {
                 Some(make) => Served::begin(*told, make).map(|(new, answer)| {
                     served = Some(new);
                     answer
                 }),
                 None => Err(unexpected("a second hello")),
             },
-            (Call::Hello(_), Some(_)) => Err(unexpected("a second hello")),
             (_, None) => Err(unexpected("another call before hello")),
             (call, Some(served)) => served.answer(call),
         };
-        let mut reply = answer.unwrap_or_else(|error| json!({ "error": causes(&error) }));
+        let mut reply = answer.unwrap_or_else(|error| json!({ "error": chain_text(&error) }));
         reply["id"] = json!(id);
         writeln!(writer, "{reply}").map_err(broken("write to"))?;
     }
@@ -110,15 +110,4 @@ fn batch<'a>(rollout_id: u64, samples: &[wire::Sample], records: &'a [Record]) -
 
 fn unexpected(found: &str) -> Error {
     crate::error::input("call", "one of docs/wire/learner.md, in order", found)
-}
-
-/// An error and what is behind it.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text = format!("{text}: {cause}");
-        next = cause.source();
-    }
-    text
 }

@@ -82,11 +82,10 @@ impl FromStr for BuiltIn {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let names: Vec<_> = Self::NAMES.iter().map(|(name, _)| *name).collect();
-        let found = Self::NAMES.iter().find(|(known, _)| *known == name);
-        found
-            .map(|(_, rule)| *rule)
-            .ok_or_else(|| input("rm_type", format!("{} or remote_rm", names.join(", ")), name))
+        let names = Self::NAMES.map(|(name, _)| name).join(", ");
+        let found = Self::NAMES.into_iter().find(|(known, _)| *known == name);
+        let (_, rule) = found.ok_or_else(|| input("rm_type", format!("{names} or remote_rm"), name))?;
+        Ok(rule)
     }
 }
 

@@ -1,5 +1,9 @@
 //! Whether two mathematical answers say the same.
 
+use std::sync::LazyLock;
+
+use regex::Regex;
+
 use super::number::value_at;
 
 /// Values of variables at which two expressions are compared.
@@ -137,19 +141,12 @@ fn split<'a>(text: &'a str, mark: &str) -> Vec<&'a str> {
 /// A text as it would be typed: no dollars, spaces, sizes of brackets or names of what is equal.
 fn plain(text: &str) -> String {
     let mut text = text.trim().trim_end_matches(['.', ',', ';']).to_owned();
+    for gone in
+        [r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\ ", r"\$", "$", r"^\circ", r"^{\circ}", "°"]
+    {
+        text = text.replace(gone, "");
+    }
     for (from, to) in [
-        (r"\left", ""),
-        (r"\right", ""),
-        (r"\!", ""),
-        (r"\,", ""),
-        (r"\;", ""),
-        (r"\:", ""),
-        (r"\ ", ""),
-        (r"\$", ""),
-        ("$", ""),
-        (r"^\circ", ""),
-        (r"^{\circ}", ""),
-        ("°", ""),
         (r"\%", "%"),
         (r"\displaystyle", ""),
         (r"\dfrac", r"\frac"),
@@ -213,24 +210,14 @@ fn without_command(text: &str, command: &str) -> String {
     if before.trim().is_empty() { format!("{inner}{after}") } else { format!("{before}{after}") }
 }
 
+/// A number with commas between its thousands.
+static GROUPED: LazyLock<Option<Regex>> =
+    LazyLock::new(|| Regex::new(r"^-?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$").ok());
+
 /// `1,234,567` becomes `1234567`; other commas stay.
 fn thousands(text: &str) -> String {
-    let digits = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let (whole, fraction) = text.split_once('.').map_or((text, None), |(whole, rest)| (whole, Some(rest)));
-    let (sign, number) = whole.strip_prefix('-').map_or(("", whole), |rest| ("-", rest));
-    let mut groups = number.split(',');
-    let first = groups.next().unwrap_or_default();
-    let rest: Vec<_> = groups.collect();
-    let grouped = !rest.is_empty()
-        && digits(first)
-        && first.len() <= 3
-        && rest.iter().all(|group| digits(group) && group.len() == 3)
-        && fraction.is_none_or(digits);
-    if !grouped {
-        return text.to_owned();
-    }
-    let fraction = fraction.map_or_else(String::new, |digits| format!(".{digits}"));
-    format!("{sign}{first}{}{fraction}", rest.concat())
+    let grouped = GROUPED.as_ref().is_some_and(|grouped| grouped.is_match(text));
+    if grouped { text.replace(',', "") } else { text.to_owned() }
 }
 
 #[cfg(test)]

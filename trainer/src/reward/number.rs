@@ -1,11 +1,19 @@
 //! The value of a mathematical expression, typed plainly or in LaTeX.
 
+use std::sync::LazyLock;
+
+use regex::Regex;
+
 use crate::seed::mix;
 
 /// Brackets within each other, at most.
 const DEPTH_MAX: u32 = 64;
 /// Letters side by side that are variables, and no word.
 const VARIABLES_MAX: usize = 2;
+
+/// A number without a sign.
+static NUMBER: LazyLock<Option<Regex>> =
+    LazyLock::new(|| Regex::new(r"^[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]+)?").ok());
 
 /// The value of `text`, or none if it is anything but an expression without variables.
 pub(crate) fn value(text: &str) -> Option<f64> {
@@ -44,13 +52,9 @@ const FUNCTIONS: [(&str, Function); 9] = [
 
 impl Parser<'_> {
     fn take(&mut self, token: &str) -> bool {
-        match self.rest.strip_prefix(token) {
-            Some(rest) => {
-                self.rest = rest;
-                true
-            }
-            None => false,
-        }
+        let rest = self.rest.strip_prefix(token);
+        self.rest = rest.unwrap_or(self.rest);
+        rest.is_some()
     }
 
     fn sum(&mut self) -> Option<f64> {
@@ -197,25 +201,12 @@ impl Parser<'_> {
     }
 
     fn number(&mut self) -> Option<f64> {
-        let digits = |text: &str| text.bytes().take_while(u8::is_ascii_digit).count();
-        let mut end = digits(self.rest);
-        let whole = end > 0;
-        if self.rest[end..].starts_with('.') {
-            end += 1 + digits(&self.rest[end + 1..]);
-        }
-        let exponent = self.rest[end..].strip_prefix(['e', 'E']);
-        if let Some(exponent) = exponent.filter(|_| end > 0) {
-            let sign = usize::from(exponent.starts_with(['-', '+']));
-            let length = digits(&exponent[sign..]);
-            if length > 0 {
-                end += 1 + sign + length;
-            }
-        }
+        let end = NUMBER.as_ref()?.find(self.rest)?.end();
         let (number, rest) = self.rest.split_at(end);
         let value: f64 = number.parse().ok()?;
         self.rest = rest;
         // `3\frac{1}{2}` is three and a half.
-        if whole && !number.contains(['.', 'e', 'E']) && self.take(r"\frac") {
+        if number.bytes().all(|letter| letter.is_ascii_digit()) && self.take(r"\frac") {
             return Some(value + self.fraction()?);
         }
         Some(value)

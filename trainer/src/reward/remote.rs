@@ -30,8 +30,7 @@ impl Remote {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) for what is no URL.
     pub fn new(url: &str, deadline: Duration) -> Result<Self> {
-        let service = Service::new("rm_url", url, deadline)?.answering(ANSWER_BYTES_MAX);
-        Ok(Remote { service })
+        Ok(Remote { service: Service::new("rm_url", url, deadline, ANSWER_BYTES_MAX)? })
     }
 
     async fn ask(&self, answer: &Answer) -> Result<f32> {

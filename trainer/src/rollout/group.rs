@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use driftless_bridge::Label;
 use driftless_buffer::{Finish, Record};
-use serde_json::value::RawValue;
+use driftless_store::chain_text;
 
 use super::Rollouts;
 use super::parts::Kept;
@@ -37,10 +37,12 @@ pub(super) struct Made {
     pub(super) reward: f32,
 }
 
-/// The parts of an answer before its reward: new, or from the log.
-enum Drawn {
-    New(Vec<Trajectory>),
-    Logged(Vec<Record>),
+/// An answer before its reward.
+struct Drawn {
+    answer: u64,
+    parts: Vec<Trajectory>,
+    /// Whether the log has it.
+    is_logged: bool,
 }
 
 impl Rollouts {
@@ -53,7 +55,7 @@ impl Rollouts {
         minimum: Option<Label>,
     ) -> Group {
         let made = self.make(rollout, number, &prompt, minimum.as_ref()).await;
-        let outcome = made.unwrap_or_else(|error| Outcome::Failed(with_causes(&error)));
+        let outcome = made.unwrap_or_else(|error| Outcome::Failed(chain_text(&error)));
         Group { number, prompt, outcome }
     }
 
@@ -67,21 +69,16 @@ impl Rollouts {
         let count = self.options.n_samples_per_prompt;
         let drawn = (number * count..(number + 1) * count).map(|answer| async move {
             // A crash may have come between the samples of a group that were appended together.
-            let drawn = match self.logged(rollout, number, answer) {
-                Some(records) => Drawn::Logged(records),
-                None => Drawn::New(self.draw(answer, prompt, minimum).await?),
-            };
-            Ok::<_, Error>((answer, drawn))
+            if let Some(parts) = self.logged(rollout, number, answer) {
+                return Ok(Drawn { answer, parts, is_logged: true });
+            }
+            let turn = self.turn(answer, &self.options.sampling, minimum, false);
+            let parts = self.task.generate(prompt, &turn).await?;
+            Ok::<_, Error>(Drawn { answer, parts, is_logged: false })
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
         let task = &self.task;
-        let answers = drawn.iter().map(|(sample, drawn)| {
-            let said = match drawn {
-                Drawn::New(parts) => Said::of(parts),
-                Drawn::Logged(parts) => Said::logged(parts),
-            };
-            said.answer(task, *sample, prompt)
-        });
+        let answers = drawn.iter().map(|drawn| answer(task, drawn.answer, prompt, &drawn.parts));
         let answers = answers.collect::<Result<Vec<_>>>()?;
         let rewards = rewards(task, &answers).await?;
         if let Some(why) = task.filters.leave_out(&answers, &rewards).await? {
@@ -90,8 +87,11 @@ impl Rollouts {
         let removed = task.filters.remove(&answers, &rewards).await?;
         let rewards = checked(&answers, task.filters.post_process(&answers, rewards).await?)?;
         let mut made = Vec::new();
-        for (index, ((answer, drawn), reward)) in drawn.into_iter().zip(rewards).enumerate() {
-            let Drawn::New(mut parts) = drawn else { continue };
+        for (index, (drawn, reward)) in drawn.into_iter().zip(rewards).enumerate() {
+            let Drawn { answer, mut parts, is_logged } = drawn;
+            if is_logged {
+                continue;
+            }
             if removed.get(index) == Some(&true) {
                 parts.iter_mut().for_each(|part| part.loss_mask.fill(0));
             }
@@ -100,13 +100,8 @@ impl Rollouts {
         Ok(Outcome::Kept(made))
     }
 
-    async fn draw(&self, answer: u64, prompt: &Prompt, minimum: Option<&Label>) -> Result<Vec<Trajectory>> {
-        let turn = self.turn(answer, &self.options.sampling, minimum, false);
-        self.task.generate(prompt, &turn).await
-    }
-
-    /// The parts of an answer that is in the log.
-    fn logged(&self, rollout: u64, group: u64, answer: u64) -> Option<Vec<Record>> {
+    /// The parts of an answer that is in the log, as far as rewards are told of them.
+    fn logged(&self, rollout: u64, group: u64, answer: u64) -> Option<Vec<Trajectory>> {
         let reader = self.log.reader();
         let part = |part| {
             let record = reader.sample(sample_id(answer, part)).ok().flatten();
@@ -114,51 +109,31 @@ impl Rollouts {
                 .filter(|record| record.scalars().group_id == group && record.scalars().rollout_id == rollout)
         };
         let first = part(0)?;
-        let others = (1..Kept::of(&first).parts()).map(part).collect::<Option<Vec<_>>>()?;
-        Some(std::iter::once(first).chain(others).collect())
+        let kept = Kept::of(&first);
+        let others = (1..kept.parts()).map(part).collect::<Option<Vec<_>>>()?;
+        let said = |record: Record| Trajectory {
+            finish: record.finish(),
+            ..Trajectory::new(record.tokens().to_vec(), record.prompt_len().min(record.tokens().len()))
+        };
+        let first = Trajectory { metadata: kept.metadata, ..said(first) };
+        Some(std::iter::once(first).chain(others.into_iter().map(said)).collect())
     }
 }
 
-/// What the parts of an answer say.
-pub(super) struct Said<'a> {
-    /// Of the last part.
-    response: &'a [i32],
-    /// Why the last part ended.
-    finish: Finish,
-    metadata: Option<Box<RawValue>>,
-}
-
-impl<'a> Said<'a> {
-    pub(super) fn of(parts: &'a [Trajectory]) -> Self {
-        let last = parts.last();
-        Said {
-            response: last.and_then(|last| last.tokens.get(last.prompt_len..)).unwrap_or_default(),
-            finish: last.map_or(Finish::Unfinished, |last| last.finish),
-            metadata: parts.iter().rev().find_map(|part| part.metadata.clone()),
-        }
-    }
-
-    fn logged(parts: &'a [Record]) -> Self {
-        let last = parts.last();
-        Said {
-            response: last.map(Record::response).unwrap_or_default(),
-            finish: last.map_or(Finish::Unfinished, Record::finish),
-            metadata: parts.first().and_then(|first| Kept::of(first).metadata),
-        }
-    }
-
-    /// The answer as rewards see it.
-    pub(super) fn answer(self, task: &Task, sample: u64, prompt: &Prompt) -> Result<Answer> {
-        Ok(Answer {
-            sample,
-            prompt: prompt.text.clone(),
-            response: task.source.tokenizer().decode(self.response)?,
-            label: prompt.label.clone(),
-            metadata: self.metadata.or_else(|| prompt.metadata.clone()),
-            truncated: self.finish == Finish::Length,
-            response_length: self.response.len(),
-        })
-    }
+/// The answer as rewards see it: what its last part says.
+pub(super) fn answer(task: &Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -> Result<Answer> {
+    let last = parts.last();
+    let response = last.and_then(|last| last.tokens.get(last.prompt_len..)).unwrap_or_default();
+    let metadata = parts.iter().rev().find_map(|part| part.metadata.clone());
+    Ok(Answer {
+        sample,
+        prompt: prompt.text.clone(),
+        response: task.source.tokenizer().decode(response)?,
+        label: prompt.label.clone(),
+        metadata: metadata.or_else(|| prompt.metadata.clone()),
+        truncated: last.is_some_and(|last| last.finish == Finish::Length),
+        response_length: response.len(),
+    })
 }
 
 /// The rewards of a group: as many as answers, and finite.
@@ -176,16 +151,4 @@ fn checked(answers: &[Answer], rewards: Vec<f32>) -> Result<Vec<f32>> {
         Some((answer, reward)) => Err(answer.refused("one finite number", reward, todo)),
         None => Ok(rewards),
     }
-}
-
-/// An error with what caused it, in one line.
-fn with_causes(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }

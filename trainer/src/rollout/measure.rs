@@ -5,7 +5,7 @@ use std::sync::Arc;
 use driftless_bridge::{Label, SamplingParams};
 use tokio::task::JoinSet;
 
-use super::group::{Said, rewards};
+use super::group::{answer, rewards};
 use super::{Rollouts, finished};
 use crate::error::Result;
 use crate::metrics::{SetMetrics, is_verdict};
@@ -87,7 +87,7 @@ impl Rollouts {
             let (task, prompt) = (&set.task, &prompt);
             async move {
                 let made = task.generate(prompt, &turn).await?;
-                Said::of(&made).answer(task, sample, prompt)
+                answer(task, sample, prompt, &made)
             }
         });
         let answers = futures_util::future::try_join_all(drawn).await?;

@@ -23,6 +23,7 @@ use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
 use crate::sample::{Engines, Prompt, Turn};
+use crate::seed::first_bits;
 use crate::tasks::Task;
 use group::{Group, Outcome};
 
@@ -237,7 +238,7 @@ impl Rollouts {
 }
 
 /// The result of a task; a panic in it goes on here.
-fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T> {
+pub(crate) fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T> {
     joined.map_err(|error| match error.try_into_panic() {
         Ok(panic) => std::panic::resume_unwind(panic),
         Err(_) => Error::Cancelled,
@@ -247,8 +248,6 @@ fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T> {
 /// The seed of a sample is the same whenever the sample is asked for: one that a crash lost comes back as it was.
 fn sampling_seed(seed: u64, sample: u64) -> u64 {
     let digest = blake3::hash(&[seed.to_le_bytes(), sample.to_le_bytes()].concat());
-    let mut first = [0; 8];
-    first.copy_from_slice(&digest.as_bytes()[..8]);
     // SGLang keeps seeds in signed 64-bit tensors.
-    u64::from_le_bytes(first) >> 1
+    first_bits(digest.as_bytes()) >> 1
 }

@@ -36,11 +36,6 @@ impl PromptNote {
         serde_json::from_slice(record.metadata()).unwrap_or_default()
     }
 
-    /// The file that the prompt is from.
-    pub(crate) fn file(&self) -> String {
-        self.source.as_ref().map_or_else(String::new, |place| place.path.display().to_string())
-    }
-
     pub(super) fn in_flight(prompt: &Prompt) -> Self {
         PromptNote { source: Some(prompt.place.clone()), ..PromptNote::default() }
     }

@@ -4,7 +4,6 @@ mod trajectory;
 mod turn;
 
 pub use trajectory::Trajectory;
-pub(crate) use trajectory::TrajectoryBuilder;
 pub use turn::{Engines, Turn};
 
 use std::fmt;

@@ -25,15 +25,11 @@ pub struct Trajectory {
     pub metadata: Option<Box<RawValue>>,
 }
 
-/// Puts a trajectory together from what engines read and wrote.
-#[derive(Debug)]
-pub(crate) struct TrajectoryBuilder(Trajectory);
-
-impl TrajectoryBuilder {
+impl Trajectory {
     /// A trajectory of these tokens. Until a generation is taken, no engine wrote any of them.
     pub(crate) fn new(tokens: Vec<i32>, prompt_len: usize) -> Self {
         let response = tokens.len() - prompt_len;
-        TrajectoryBuilder(Trajectory {
+        Trajectory {
             tokens,
             prompt_len,
             log_probs: vec![0.0; response],
@@ -42,18 +38,17 @@ impl TrajectoryBuilder {
             finish: Finish::Stop,
             engine: String::new(),
             metadata: None,
-        })
+        }
     }
 
     /// Takes log-probs and versions of what an engine wrote, as far as the trajectory has it behind exactly what the
     /// engine had read, and behind all that was taken before.
     pub(crate) fn take(&mut self, input_ids: &[i32], generation: &Generation) {
         let Generation { output_ids, log_probs, .. } = generation;
-        let made = &mut self.0;
-        let Some(behind) = made.tokens.strip_prefix(input_ids) else { return };
+        let Some(behind) = self.tokens.strip_prefix(input_ids) else { return };
         let length = behind.iter().zip(output_ids).take_while(|(ours, theirs)| ours == theirs).count();
-        let taken = made.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
-        let start = match input_ids.len().checked_sub(made.prompt_len) {
+        let taken = self.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
+        let start = match input_ids.len().checked_sub(self.prompt_len) {
             Some(start) if start >= taken => start,
             _ => return,
         };
@@ -61,21 +56,17 @@ impl TrajectoryBuilder {
         if length == 0 && !whole {
             return;
         }
-        made.log_probs[start..start + length].copy_from_slice(&log_probs[..length]);
-        made.loss_mask[start..start + length].fill(1);
-        made.spans.extend(spans(generation).filter_map(|span| {
+        self.log_probs[start..start + length].copy_from_slice(&log_probs[..length]);
+        self.loss_mask[start..start + length].fill(1);
+        self.spans.extend(spans(generation).filter_map(|span| {
             let end = span.end.min(length as u32);
             let shift = start as u32;
             (span.start < end).then(|| VersionSpan { start: span.start + shift, end: end + shift, ..span })
         }));
-        made.finish = finish(if whole { &generation.finish } else { &engine::Finish::Stop });
+        self.finish = finish(if whole { &generation.finish } else { &engine::Finish::Stop });
         if !generation.engine.is_empty() {
-            made.engine.clone_from(&generation.engine);
+            self.engine.clone_from(&generation.engine);
         }
-    }
-
-    pub(crate) fn build(self) -> Trajectory {
-        self.0
     }
 }
 

@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
 
-use super::{Prompt, Trajectory, TrajectoryBuilder};
+use super::{Prompt, Trajectory};
 use crate::error::Result;
 use crate::seed::mix;
 
@@ -60,9 +60,9 @@ impl Turn<'_> {
     pub async fn single(&self, prompt: &Prompt) -> Result<Trajectory> {
         let generation = self.generate(0, prompt.tokens.clone(), self.sampling.clone()).await?;
         let tokens = [prompt.tokens.as_slice(), &generation.output_ids].concat();
-        let mut trajectory = TrajectoryBuilder::new(tokens, prompt.tokens.len());
+        let mut trajectory = Trajectory::new(tokens, prompt.tokens.len());
         trajectory.take(&prompt.tokens, &generation);
-        Ok(trajectory.build())
+        Ok(trajectory)
     }
 
     /// The `nth` generation of this sample, from 0. Where `input_ids` leave no room in the context, it has no

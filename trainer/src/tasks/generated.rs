@@ -13,7 +13,7 @@ use crate::data::{Dataset, Example, RowReader, Tokenizer};
 use crate::error::{Error, Place, Result, input};
 use crate::reward::Reward;
 use crate::sample::{Answer, Prompt};
-use crate::seed::mix;
+use crate::seed::{first_bits, mix};
 
 /// One problem in so many is held out.
 const HELD_OUT_OF: u64 = 10;
@@ -112,9 +112,7 @@ impl Generated {
 
 /// A hash of the question decides, so that a problem is held out whatever its seed and number.
 fn is_held_out(problem: &Problem) -> bool {
-    let mut first = [0; 8];
-    first.copy_from_slice(&blake3::hash(problem.question.as_bytes()).as_bytes()[..8]);
-    u64::from_le_bytes(first).is_multiple_of(HELD_OUT_OF)
+    first_bits(blake3::hash(problem.question.as_bytes()).as_bytes()).is_multiple_of(HELD_OUT_OF)
 }
 
 #[async_trait]

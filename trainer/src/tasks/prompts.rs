@@ -57,11 +57,9 @@ impl DataSource for Prompts {
 
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let (index, _) = self.order.at(number);
-        let example = self.data.examples.get(index as usize).ok_or_else(|| Error::NoPrompts {
-            files: "prompt_data".into(),
-            rows: 0,
-            first: "there are no rows".into(),
-        })?;
+        let first = || "there are no rows".to_owned();
+        let none = || Error::NoPrompts { files: "prompt_data".into(), rows: 0, first: first() };
+        let example = self.data.examples.get(index as usize).ok_or_else(none)?;
         Ok(example.clone().into())
     }
 

@@ -47,14 +47,9 @@ impl Session<'_> {
         Ok(metrics)
     }
 
-    /// Brings the fleet to the newest version, which is in the store.
-    pub(super) fn come_to(&mut self, label: &Label) -> Result<()> {
-        self.bring(label, None).map(drop)
-    }
-
     /// Has engines serve `label`, and returns the longest pause if they were pushed into, and how many engines the loop
     /// goes on without.
-    fn bring(
+    pub(super) fn bring(
         &mut self,
         label: &Label,
         weights: Option<&(dyn Snapshot + Sync)>,
@@ -123,7 +118,7 @@ impl Session<'_> {
         if self.collection.as_ref().is_some_and(|running| !running.is_finished()) {
             return;
         }
-        let run = updates.run().clone();
+        let run = updates.run.clone();
         self.collection = Some(self.runtime.spawn_blocking(move || {
             if let Err(error) = gc::collect(&run, &GcOptions::new(MODEL).with_keep(keep)) {
                 tracing::warn!(%error, "old versions were not removed; the next version tries again");
@@ -195,7 +190,7 @@ impl Session<'_> {
 }
 
 /// Whether an engine serves the version of this label, or a later one.
-fn serves(engine: &EngineStatus, label: &Label) -> bool {
+pub(super) fn serves(engine: &EngineStatus, label: &Label) -> bool {
     let serving = engine.serving.as_deref().and_then(|serving| serving.parse::<Label>().ok());
     serving.is_some_and(|serving| serving.at_least(label))
 }

@@ -64,8 +64,9 @@ pub(super) fn add_staleness(step: &mut StepMetrics, groups: &[Group], ages: &BTr
     step.staleness_mean = sum as f64 / all.max(1) as f64;
 }
 
-/// What can be said of a rollout without learning from it. `files` names what the prompt of each group is from.
-pub(super) fn describe(groups: &[Group], files: &[String]) -> StepMetrics {
+/// What can be said of a rollout without learning from it, beside how it was `generated`. `files` names what the prompt
+/// of each group is from.
+pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String]) -> StepMetrics {
     let count = records(groups).count().max(1) as f64;
     let mean = |of: fn(&Record) -> f64| records(groups).map(of).sum::<f64>() / count;
     let shared = |passes: fn(&Group) -> bool| groups.iter().filter(|group| passes(group)).count();
@@ -81,7 +82,7 @@ pub(super) fn describe(groups: &[Group], files: &[String]) -> StepMetrics {
         response_tokens: records(groups).map(|record| record.response().len() as u64).sum(),
         tokens: records(groups).map(|record| record.tokens().len() as u64).sum(),
         truncated: mean(|record| f64::from(u8::from(record.finish() == driftless_buffer::Finish::Length))),
-        ..StepMetrics::default()
+        ..generated
     }
 }
 
@@ -164,17 +165,19 @@ mod tests {
     fn describe_says_what_a_rollout_was_like() {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0], &[0.5, 0.5], &[0.0, 0.25]]);
         let files = ["a.jsonl", "b.jsonl", "a.jsonl"].map(String::from);
-        let step = describe(&groups, &files);
+        let step = describe(StepMetrics::default(), &groups, &files);
         assert_eq!((step.reward, step.pass, step.groups_zero_std), (0.375, None, 1));
         assert_eq!((step.response_length, step.response_tokens, step.tokens), (2.0, 12, 18));
         assert_eq!(step.rewards, [("a.jsonl".into(), 0.3125), ("b.jsonl".into(), 0.5)].into());
-        assert!(describe(&groups, &["a.jsonl"; 3].map(String::from)).rewards.is_empty());
-        assert!(describe(&[], &[]).rewards.is_empty());
+        assert!(
+            describe(StepMetrics::default(), &groups, &["a.jsonl"; 3].map(String::from)).rewards.is_empty()
+        );
+        assert!(describe(StepMetrics::default(), &[], &[]).rewards.is_empty());
     }
 
     #[test]
     fn pass_is_told_of_right_and_wrong_answers_only() {
-        let pass = |rewards: &[&[f32]]| describe(&groups_of(rewards).1, &[]).pass;
+        let pass = |rewards: &[&[f32]]| describe(StepMetrics::default(), &groups_of(rewards).1, &[]).pass;
         assert_eq!(pass(&[&[1.0, 0.0], &[0.0, 0.0]]), Some(0.5));
         assert_eq!(pass(&[&[1.0, -1.0], &[1.0, 1.0]]), Some(1.0));
         assert_eq!(pass(&[&[0.998, 0.0], &[0.0, 0.0]]), None);

@@ -22,7 +22,8 @@ use crate::error::{Error, Result};
 use crate::learner::{Learner, Stepped, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics, StepStats};
 use crate::options::{Debug, UpdateWeightMode};
-use crate::rollout::Dropped;
+use crate::rollout::{Dropped, finished};
+use crate::schedule::ahead;
 use session::Session;
 use update::milliseconds;
 
@@ -150,14 +151,6 @@ struct InFlight {
     waited: Duration,
 }
 
-/// A rollout that is in the log. Times are as in [`StepMetrics`].
-struct Generated {
-    dropped: Dropped,
-    generate_ms: f64,
-    train_wait_ms: f64,
-    rollout_wait_ms: f64,
-}
-
 impl Session<'_> {
     fn tell(&self, event: Event<'_>) {
         (self.observer)(event);
@@ -210,21 +203,14 @@ impl Session<'_> {
             None => self.start(rollout)?,
         };
         let generated = self.finish(generated)?;
-        if let (Some(next), None) = (self.schedule().ahead(rollout), &self.ahead) {
+        let next = ahead(self.options.mode, self.options.num_rollout, rollout);
+        if let (Some(next), None) = (next, &self.ahead) {
             self.ahead = Some(self.start(next)?);
         }
-        let step = self.learn(rollout)?;
+        let mut step = self.learn(generated)?;
         let rate = |tokens: u64, ms: f64| if ms > 0.0 { 1e3 * tokens as f64 / ms } else { 0.0 };
-        let step = StepMetrics {
-            groups_failed: generated.dropped.failed,
-            groups_filtered: generated.dropped.filtered,
-            generate_ms: generated.generate_ms,
-            train_wait_ms: generated.train_wait_ms,
-            rollout_wait_ms: generated.rollout_wait_ms,
-            rollout_tokens_per_s: rate(step.response_tokens, generated.generate_ms),
-            train_tokens_per_s: rate(step.tokens, step.train_ms),
-            ..step
-        };
+        step.rollout_tokens_per_s = rate(step.response_tokens, step.generate_ms);
+        step.train_tokens_per_s = rate(step.tokens, step.train_ms);
         self.save(&step)?;
         self.complete(step)
     }
@@ -240,7 +226,7 @@ impl Session<'_> {
         if let Some(unfinished) = self.unfinished.take() {
             self.complete(unfinished)?;
         } else if let Some(label) = self.label()? {
-            self.come_to(&label)?;
+            self.bring(&label, None)?;
         }
         if self.step == 0 && self.record.eval_start.is_none() {
             self.record.eval_start = self.evaluate(0)?;
@@ -264,22 +250,20 @@ impl Session<'_> {
         Ok(InFlight { rollout, task, begin, waited })
     }
 
-    /// Waits until a rollout is in the log.
-    fn finish(&mut self, in_flight: InFlight) -> Result<Generated> {
+    /// Waits until a rollout is in the log, and says what its generation was like.
+    fn finish(&mut self, in_flight: InFlight) -> Result<StepMetrics> {
         let wait = Instant::now();
-        let (outcome, complete) = match self.ended(in_flight.task)? {
-            Ok(ended) => ended,
-            Err(error) => match error.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                Err(_) => return Err(Error::Cancelled),
-            },
-        };
+        let (outcome, complete) = finished(self.ended(in_flight.task)?)?;
         self.complete_since = self.rollouts.is_some().then_some(complete);
-        Ok(Generated {
-            dropped: outcome?,
+        let Dropped { failed, filtered } = outcome?;
+        Ok(StepMetrics {
+            rollout_id: in_flight.rollout,
+            groups_failed: failed,
+            groups_filtered: filtered,
             generate_ms: milliseconds(complete.duration_since(in_flight.begin)),
             train_wait_ms: milliseconds(wait.elapsed()),
             rollout_wait_ms: milliseconds(in_flight.waited),
+            ..StepMetrics::default()
         })
     }
 
@@ -295,11 +279,11 @@ impl Session<'_> {
         }
     }
 
-    /// One optimiser step on a rollout from the log.
-    fn learn(&mut self, rollout: u64) -> Result<StepMetrics> {
+    /// One optimiser step on a rollout from the log, which has been `generated`.
+    fn learn(&mut self, generated: StepMetrics) -> Result<StepMetrics> {
+        let rollout = generated.rollout_id;
         let groups = self.groups(rollout)?;
-        let described = learn::describe(&groups, &self.files(&groups)?);
-        let described = StepMetrics { rollout_id: rollout, ..described };
+        let described = learn::describe(generated, &groups, &self.files(&groups)?);
         if self.options.debug == Debug::RolloutOnly {
             self.step = rollout + 1;
             return Ok(described);
@@ -368,7 +352,7 @@ impl Session<'_> {
         if let Some(version) = self.published_already()? {
             let recorded = self.updates()?.recorded(version)?;
             let label = self.newest_label()?;
-            self.come_to(&label)?;
+            self.bring(&label, None)?;
             return Ok(Some(recorded));
         }
         if self.updates.is_none() {
@@ -426,12 +410,8 @@ impl Session<'_> {
 
     /// What held-out prompts say of the newest weights.
     fn evaluate(&self, step: u64) -> Result<Option<EvalMetrics>> {
-        let Some(rollouts) = &self.rollouts else {
-            return Ok(None);
-        };
-        if self.options.eval.is_empty() {
-            return Ok(None);
-        }
+        let rollouts = self.rollouts.as_ref().filter(|_| !self.options.eval.is_empty());
+        let Some(rollouts) = rollouts else { return Ok(None) };
         self.tell(Event::Waiting { what: "the held-out prompts", on: "" });
         let mut eval = EvalMetrics::default();
         for set in &self.options.eval {

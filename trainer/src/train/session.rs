@@ -26,7 +26,7 @@ use crate::metrics::{self, MetricsFile, StepMetrics};
 use crate::options::Debug;
 use crate::push::Pusher;
 use crate::rollout::{self, PromptNote, RolloutOptions, Rollouts};
-use crate::schedule::Schedule;
+use crate::seed::first_bits;
 
 /// The file of what each step did.
 const METRICS: &str = "metrics.jsonl";
@@ -223,10 +223,6 @@ impl<'o> Session<'o> {
         Ok(())
     }
 
-    pub(super) fn schedule(&self) -> Schedule {
-        Schedule { mode: self.options.mode, rollouts: self.options.num_rollout }
-    }
-
     /// Attaches the engines, which have to be of the model that they start from.
     pub(super) fn attach(&mut self) -> Result<()> {
         let options = self.options;
@@ -261,7 +257,7 @@ impl<'o> Session<'o> {
                 observer(Event::Generating { rollout, done, total });
             }),
             options: RolloutOptions {
-                scope: scope(self.log.identity()),
+                scope: first_bits(&self.log.identity().run_id),
                 seed: options.seed,
                 rollout_batch_size: options.rollout_batch_size,
                 n_samples_per_prompt: options.n_samples_per_prompt,
@@ -290,22 +286,20 @@ impl<'o> Session<'o> {
     /// The groups of a rollout, which has to be complete in the log.
     pub(super) fn groups(&self, rollout: u64) -> Result<Vec<Group>> {
         let groups = rollout::groups(&self.log.reader(), rollout, self.options.n_samples_per_prompt as usize);
-        if groups.len() as u64 == self.options.rollout_batch_size {
-            return Ok(groups);
+        let (expected, found) = (self.options.rollout_batch_size, groups.len() as u64);
+        if found == expected {
+            Ok(groups)
+        } else {
+            Err(Error::IncompleteRollout { rollout, expected, found })
         }
-        Err(Error::IncompleteRollout {
-            rollout,
-            expected: self.options.rollout_batch_size,
-            found: groups.len() as u64,
-        })
     }
 
     /// What the prompt of each group is from: a file, or what made it up.
     pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
         let log = self.log.reader();
         let file = |group: &Group| {
-            let note = log.prompt(group.group_id)?.as_ref().map(PromptNote::of).unwrap_or_default();
-            Ok(note.file())
+            let source = log.prompt(group.group_id)?.and_then(|prompt| PromptNote::of(&prompt).source);
+            Ok(source.map_or_else(String::new, |place| place.path.display().to_string()))
         };
         groups.iter().map(file).collect()
     }
@@ -365,9 +359,9 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
     // One without an identity has no version: it was turned away from its name, or killed before it had it.
     let recorded =
         RunRecord::read(&options.save)?.filter(|record| record.run_id.is_some() || record.run == options.run);
+    let fresh = || RunRecord { run: options.run.clone(), ..RunRecord::default() };
     if options.debug != Debug::Off {
-        let mut record =
-            recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
+        let mut record = recorded.unwrap_or_else(fresh);
         record.run_id.get_or_insert_with(RunId::random);
         record.write(&options.save)?;
         return Ok((record, None));
@@ -375,18 +369,14 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
     let (store, versions) = (options.store.clone(), Versions::open(&options.save)?);
     let start = match &recorded {
         Some(record) if record.run != options.run => {
-            return Err(Error::OtherRun {
-                path: options.save.clone(),
-                expected: options.run.clone(),
-                found: record.run.clone(),
-            });
+            let (path, expected) = (options.save.clone(), options.run.clone());
+            return Err(Error::OtherRun { path, expected, found: record.run.clone() });
         }
         Some(record) if record.run_id.is_some() || claimed_by_us(&store, &options.run)? => Start::Resume,
         _ => Start::NewRun,
     };
     // Written before the name is claimed, so that a claim without a recorded identity is known to be ours.
-    let mut record =
-        recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
+    let mut record = recorded.unwrap_or_else(fresh);
     record.write(&options.save)?;
     if let (true, Start::Resume, Some(run_id)) = (learner_publishes, start, record.run_id) {
         let run = Run::open(store.clone(), &options.run)?;
@@ -461,11 +451,4 @@ fn place(options: &TrainOptions, run_id: RunId) -> Workspace {
         anchor_every: options.anchor_every,
         anchor_share: options.anchor_share,
     }
-}
-
-/// Eight bytes of the run's identity.
-fn scope(identity: &Identity) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&identity.run_id[..8]);
-    u64::from_le_bytes(bytes)
 }

@@ -16,6 +16,7 @@ use driftless_transport::publish::{Mode, Published, Step};
 use driftless_transport::snapshot::TensorInfo;
 use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
+use super::converge::serves;
 use super::versions::Versions;
 use crate::error::{Error, Result};
 use crate::learner::MODEL;
@@ -26,7 +27,7 @@ const ACK_AGAIN: Duration = Duration::from_millis(20);
 
 /// The versions of the run: those that the loop publishes, or watches a learner publish.
 pub(super) struct Updates {
-    run: Run,
+    pub(super) run: Run,
     /// Absent where a learner publishes, once it can.
     publisher: Option<Publisher>,
     /// The newest version that is known here.
@@ -49,16 +50,9 @@ impl Updates {
         Ok(Updates { run, publisher: None, newest, steps: BTreeMap::new(), versions })
     }
 
-    /// The run in the store.
-    pub(super) fn run(&self) -> &Run {
-        &self.run
-    }
-
     /// The newest version with the optimiser step it was made at.
     pub(super) fn newest(&mut self) -> Result<Option<(Version, u64)>> {
-        let Some(version) = self.newest else {
-            return Ok(None);
-        };
+        let Some(version) = self.newest else { return Ok(None) };
         Ok(Some((version, self.step_of(version.0)?)))
     }
 
@@ -332,10 +326,7 @@ pub(super) async fn check_equal(
     place: &Path,
 ) -> Result<u64> {
     let mut checked = 0;
-    let there = fleet.status().into_iter().map(|status| {
-        let serving = status.serving.and_then(|serving| serving.parse::<Label>().ok());
-        status.up && serving.is_some_and(|serving| serving.at_least(label))
-    });
+    let there = fleet.status().into_iter().map(|engine| engine.up && serves(&engine, label));
     for (engine, _) in fleet.engines().into_iter().zip(there).filter(|(_, there)| *there) {
         match engine.check_live(&engine.sums(snapshot, place)?).await? {
             LiveWeights::Equal => checked += 1,

@@ -108,12 +108,7 @@ fn final_answer(said: &str) -> &str {
     tagged.or_else(|| crate::reward::boxed(said)).unwrap_or(said).trim()
 }
 
-/// The last whole number of a text. Commas between thousands are left out.
-fn last_integer(text: &str) -> Option<i64> {
-    integers(text).last().copied()
-}
-
-/// The whole numbers of a text, in order. A minus counts if it does not stand behind a digit, letter or
+/// The whole numbers of a text, in order. Commas between thousands are left out. A minus counts if it does not stand behind a digit, letter or
 /// bracket.
 fn integers(text: &str) -> Vec<i64> {
     let text = text.replace('−', "-");
@@ -146,7 +141,7 @@ fn integers(text: &str) -> Vec<i64> {
 
 /// Whether the last whole number of an answer is the label.
 fn is_integer(label: &Value, said: &str) -> bool {
-    label.as_i64().is_some() && last_integer(said) == label.as_i64()
+    label.as_i64().is_some() && integers(said).last().copied() == label.as_i64()
 }
 
 #[cfg(test)]
