@@ -126,26 +126,35 @@ pub struct StepStats {
 impl StepStats {
     /// Adds the figures of one of several steps on a rollout, which count for `share` of it. Learning rates and
     /// the largest difference are the largest of all steps; `log_prob_diff_p99` and `mfu` are of the whole rollout.
-    pub fn add(&mut self, step: &StepStats, share: f64) {
-        self.loss += share * step.loss;
+    pub fn add(&mut self, mut step: StepStats, share: f64) {
+        for (all, own) in self.sums().into_iter().zip(step.sums()) {
+            *all += share * *own;
+        }
         self.grad_norm += share * step.grad_norm;
-        self.lr = self.lr.max(step.lr);
-        self.pg_clipfrac += share * step.pg_clipfrac;
-        self.ppo_kl += share * step.ppo_kl;
-        self.kl_loss += share * step.kl_loss;
-        self.tis_clipfrac += share * step.tis_clipfrac;
-        self.mismatch_k3 += share * step.mismatch_k3;
-        self.rs_clipfrac += share * step.rs_clipfrac;
-        self.opsm_clipfrac += share * step.opsm_clipfrac;
-        self.kl += share * step.kl;
-        self.opd_reverse_kl += share * step.opd_reverse_kl;
-        self.value_loss += share * step.value_loss;
-        self.value_clipfrac += share * step.value_clipfrac;
         self.critic_grad_norm += share * step.critic_grad_norm;
+        self.lr = self.lr.max(step.lr);
         self.critic_lr = self.critic_lr.max(step.critic_lr);
-        self.entropy += share * step.entropy;
-        self.log_prob_diff_mean += share * step.log_prob_diff_mean;
         self.log_prob_diff_max = self.log_prob_diff_max.max(step.log_prob_diff_max);
+    }
+
+    /// The figures that add up over what ranks have of a step. The others are the same on all, or are compared.
+    pub fn sums(&mut self) -> [&mut f64; 14] {
+        [
+            &mut self.loss,
+            &mut self.pg_clipfrac,
+            &mut self.ppo_kl,
+            &mut self.kl_loss,
+            &mut self.tis_clipfrac,
+            &mut self.mismatch_k3,
+            &mut self.rs_clipfrac,
+            &mut self.opsm_clipfrac,
+            &mut self.kl,
+            &mut self.opd_reverse_kl,
+            &mut self.value_loss,
+            &mut self.value_clipfrac,
+            &mut self.entropy,
+            &mut self.log_prob_diff_mean,
+        ]
     }
 }
 

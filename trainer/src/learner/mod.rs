@@ -77,7 +77,7 @@ pub struct Batch<'a> {
 }
 
 /// One sample of a batch. All columns lie in the map of the log.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Sample<'a> {
     /// Its place in the log.
     pub position: Position,

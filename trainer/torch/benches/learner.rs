@@ -128,9 +128,12 @@ fn rows(first: usize, lengths: &[usize], vocabulary: i64, device: Device) -> Bat
         .zip(&log_probs)
         .zip(0..)
         .map(|((row, log_probs), index)| Sample {
+            tokens: row,
+            prompt_len: 1,
             log_probs,
+            answer: index,
             advantage: if index % 2 == 0 { 1.0 } else { -1.0 },
-            ..Sample::supervised(row, 1, index)
+            ..Sample::default()
         })
         .collect();
     Batch::new(&samples, &token_weights(&samples, Reduction::PerToken), vocabulary, device).unwrap()

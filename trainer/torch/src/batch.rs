@@ -5,28 +5,12 @@
 
 use std::collections::BTreeMap;
 
+use driftless_trainer::learner::Sample;
 use driftless_trainer::options::LearnOptions;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, input};
 use crate::libtorch::borrow;
-
-/// One training sample, borrowed from wherever it lies: a record of the rollout log, or vectors.
-#[derive(Clone, Copy, Debug)]
-pub struct Sample<'a> {
-    /// Prompt and response.
-    pub tokens: &'a [i32],
-    /// Tokens of the prompt, at least 1.
-    pub prompt_len: usize,
-    /// Per response token: 1 to train on it, 0 not to. Empty means all ones.
-    pub loss_mask: &'a [u8],
-    /// Per response token: log-probability when it was sampled. Empty where there is none (SFT).
-    pub log_probs: &'a [f32],
-    /// Samples of one answer (an agent's turns) share a denominator.
-    pub answer: u64,
-    /// Advantage of every response token.
-    pub advantage: f32,
-}
 
 /// How token losses become one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,7 +141,7 @@ impl Batch {
         let mut rows = Rows::default();
         let (mut tokens, mut lengths, mut start) = (Vec::new(), Vec::new(), 0);
         for (index, (sample, &weight)) in samples.iter().zip(weights).enumerate() {
-            sample.check(vocab_size)?;
+            check(sample, vocab_size)?;
             let read = &sample.tokens[..sample.tokens.len() - 1];
             rows.push(sample, index, start, weight);
             tokens.push(borrow(read)?);
@@ -213,50 +197,33 @@ impl Rows {
     }
 }
 
-impl<'a> Sample<'a> {
-    /// A sample to be imitated: every token after the prompt is trained on.
-    #[must_use]
-    pub fn supervised(tokens: &'a [i32], prompt_len: usize, answer: u64) -> Sample<'a> {
-        Sample { tokens, prompt_len, loss_mask: &[], log_probs: &[], answer, advantage: 0.0 }
+/// Refuses a sample that cannot be trained on.
+fn check(sample: &Sample<'_>, vocab_size: i64) -> Result<()> {
+    let response = sample.response_len();
+    if sample.prompt_len == 0 || response == 0 {
+        let found = format!("prompt of {} in {} tokens", sample.prompt_len, sample.tokens.len());
+        return Err(input("sample", "a prompt and a response", found));
     }
-
-    /// How many of its tokens are trained on.
-    #[must_use]
-    pub fn trained(&self) -> usize {
-        match self.loss_mask {
-            [] => self.response_len(),
-            mask => mask.iter().filter(|&&keep| keep != 0).count(),
+    let columns = [("loss mask", sample.loss_mask.len()), ("log-probs", sample.log_probs.len())];
+    for (what, length) in columns {
+        if length != 0 && length != response {
+            return Err(input(what, format!("{response} values"), length));
         }
     }
-
-    fn response_len(&self) -> usize {
-        self.tokens.len().saturating_sub(self.prompt_len)
+    if let Some(id) = sample.tokens.iter().find(|&&id| !(0..vocab_size).contains(&i64::from(id))) {
+        return Err(input("token id", format!("0..{vocab_size}"), id));
     }
-
-    fn check(&self, vocab_size: i64) -> Result<()> {
-        if self.prompt_len == 0 || self.response_len() == 0 {
-            let found = format!("prompt of {} in {} tokens", self.prompt_len, self.tokens.len());
-            return Err(input("sample", "a prompt and a response", found));
-        }
-        let columns = [("loss mask", self.loss_mask.len()), ("log-probs", self.log_probs.len())];
-        for (what, length) in columns {
-            if length != 0 && length != self.response_len() {
-                return Err(input(what, format!("{} values", self.response_len()), length));
-            }
-        }
-        if let Some(id) = self.tokens.iter().find(|&&id| !(0..vocab_size).contains(&i64::from(id))) {
-            return Err(input("token id", format!("0..{vocab_size}"), id));
-        }
-        match self.log_probs.iter().chain([&self.advantage]).find(|value| !value.is_finite()) {
-            Some(value) => Err(input("log-prob or advantage", "a finite number", value)),
-            None => Ok(()),
-        }
+    match sample.log_probs.iter().chain([&sample.advantage]).find(|value| !value.is_finite()) {
+        Some(value) => Err(input("log-prob or advantage", "a finite number", value)),
+        None => Ok(()),
     }
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use std::cell::Cell;
+
+    use driftless_buffer::Position;
 
     use super::*;
     use crate::error::Error;
@@ -273,10 +240,12 @@ pub(crate) mod tests {
     }
 
     const A: Sample<'_> = Sample {
+        position: Position(0),
         tokens: &[5, 6, 7, 8],
         prompt_len: 2,
         loss_mask: &[],
         log_probs: &[-0.5, -0.25],
+        teacher_log_probs: &[],
         answer: 0,
         advantage: 1.5,
     };
@@ -287,6 +256,7 @@ pub(crate) mod tests {
         log_probs: &[],
         answer: 1,
         advantage: -1.0,
+        ..A
     };
 
     fn values(tensor: &Tensor) -> Vec<f32> {

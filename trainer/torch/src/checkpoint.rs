@@ -89,7 +89,8 @@ pub fn save(
     write_checkpoint(&partial, &state, SHARD_BYTES_MAX)?;
     fail::fail_point!("train.checkpoint");
     std::fs::rename(&partial, &target).map_err(io("rename", &partial))?;
-    sync_dir(dir)?;
+    // Makes the rename durable.
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io("sync", dir))?;
     let mut steps = steps(dir)?;
     steps.truncate(steps.len().saturating_sub(keep.max(1)));
     for (_, old) in steps {
@@ -150,7 +151,7 @@ struct Saved<'a> {
 impl Saved<'_> {
     /// Where masters and moments of a model's weights are.
     fn states(&self, prefix: &str, trained: &Trained) -> Result<Vec<(Part, Span, usize)>> {
-        let spans = || trained.model.places().spans();
+        let spans = || trained.model.places.spans();
         let all = Part::ALL.into_iter().flat_map(|part| spans().map(move |(name, span)| (part, name, span)));
         let states = all.map(|(part, name, span)| {
             let name = format!("{prefix}{}/{name}", part.name());
@@ -192,11 +193,6 @@ impl Saved<'_> {
     }
 }
 
-/// Makes renames in a directory durable.
-fn sync_dir(dir: &Path) -> Result<()> {
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io("sync", dir))
-}
-
 /// The checkpoints in `dir` with their steps, oldest first.
 fn steps(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let entries = match std::fs::read_dir(dir) {
@@ -225,7 +221,7 @@ fn identity(policy: &Policy) -> String {
 fn add(mut state: Tensors<'static>, prefix: &str, trained: &Trained) -> Result<Tensors<'static>> {
     for part in Part::ALL {
         let flat = trained.optimizer.state(part)?;
-        for (name, span) in trained.model.places().spans() {
+        for (name, span) in trained.model.places.spans() {
             state = add_tensor(state, format!("{prefix}{}/{name}", part.name()), &span.of(&flat)?)?;
         }
     }

@@ -4,15 +4,12 @@ use driftless_trainer::metrics::StepStats;
 use driftless_trainer::options::CriticOptions;
 use driftless_transport::snapshot::AuxFile;
 use serde_json::json;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::batch::Batch;
 use crate::config::edit_config;
 use crate::error::{Result, input};
 use crate::loss::value_loss;
-use crate::models::Model;
-use crate::optimizer::AdamWOptions;
-use crate::ranks::Ranks;
 use crate::trained::{Trained, hidden};
 
 /// A model with a value head, and the optimizer that moves it. It rests in host memory while it is not asked.
@@ -22,31 +19,10 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// Takes a model of [`Model::open_critic`] into training; its weights are rounded to `published`.
-    ///
-    /// # Errors
-    /// As for [`crate::Policy::new`].
-    pub fn new(model: Model, published: Kind, options: AdamWOptions) -> Result<Critic> {
-        Critic::shared(model, published, options, None)
-    }
-
-    /// The same, trained by several ranks together.
-    pub(crate) fn shared(
-        model: Model,
-        published: Kind,
-        options: AdamWOptions,
-        ranks: Option<&Ranks>,
-    ) -> Result<Critic> {
-        let mut critic = Critic { trained: Trained::new(model, published, options, ranks)? };
-        critic.trained.offload()?;
-        Ok(critic)
-    }
-
-    /// The same with activations computed again on the way back.
-    #[must_use]
-    pub fn with_recompute(mut self, recompute: bool) -> Critic {
-        self.trained.recompute = recompute;
-        self
+    /// Of a model of [`Model::open_critic`](crate::Model::open_critic).
+    pub(crate) fn of(mut trained: Trained) -> Result<Critic> {
+        trained.offload()?;
+        Ok(Critic { trained })
     }
 
     /// Has the critic on its device for as long as `work` takes.

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use cudarc::driver::DriverError;
+
 /// Everything that can go wrong in this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -181,6 +183,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.into();
     move |source| Error::Io { action, path, source }
+}
+
+/// An [`Error::Kernels`] of what the driver of CUDA answers.
+pub(crate) fn driver(what: impl Into<String>) -> impl FnOnce(DriverError) -> Error {
+    let what = what.into();
+    move |error| Error::Kernels { what, why: format!("{error:?}") }
 }
 
 /// An [`Error::Input`] from anything that can be shown.

@@ -56,7 +56,7 @@ impl Chosen<'_> {
         tch::no_grad(|| {
             let chunk = |range: Range<i64>| {
                 let (_, labels, logits) = self.logits(model, &range)?;
-                Ok(model.ops().score(logits, &labels, self.temperature, false)?.log_probs)
+                Ok(model.ops.score(logits, &labels, self.temperature, false)?.log_probs)
             };
             let chunks = self.chunks().map(chunk).collect::<Result<Vec<_>>>()?;
             Ok(Tensor::f_cat(&chunks, 0)?)
@@ -73,14 +73,14 @@ impl Chosen<'_> {
         &self,
         model: &Model,
         entropy: Entropy,
-        mut loss: impl FnMut(Range<i64>, &Scores) -> Result<Tensor>,
         gradients: &mut Gradients,
+        mut loss: impl FnMut(Range<i64>, &Scores) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let found = self.hidden.f_empty_like()?;
         for range in self.chunks() {
             let (hidden, labels, logits) = tch::no_grad(|| self.logits(model, &range))?;
             let wanted = entropy != Entropy::Unasked;
-            let scored = tch::no_grad(|| model.ops().score(logits, &labels, self.temperature, wanted))?;
+            let scored = tch::no_grad(|| model.ops.score(logits, &labels, self.temperature, wanted))?;
             let scores = Scores::leaves(&scored, entropy)?;
             let loss = loss(range.clone(), &scores)?;
             let inputs: Vec<&Tensor> = match (&scores.entropy, entropy) {
@@ -90,7 +90,7 @@ impl Chosen<'_> {
             let of_scores = Tensor::f_run_backward(&[loss], &inputs, false, false)?;
             let of_entropy = of_scores.get(1).filter(|gradient| gradient.defined());
             tch::no_grad(|| {
-                let (ops, temperature) = (model.ops(), self.temperature);
+                let (ops, temperature) = (&model.ops, self.temperature);
                 let of_logits =
                     ops.score_backward(scored, &labels, temperature, &of_scores[0], of_entropy)?;
                 let gradient = model.head().backward(&of_logits, &hidden, gradients)?;

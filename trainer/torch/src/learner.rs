@@ -26,6 +26,7 @@ use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::ranks::{Failed, Listening, Others, OverNccl, RANKS_MAX, RankOptions, Ranks, Star};
 use crate::snapshot::{self, SHARD_BYTES_MAX};
+use crate::trained::Trained;
 
 /// Where the ranks meet, in the state directory of a run.
 const SOCKET: &str = "ranks";
@@ -98,12 +99,6 @@ impl TorchLearner {
         TorchLearner { options, role: Role::First(Others::default()), loaded: None, lender: None }
     }
 
-    /// The same as another rank than 0 of those that `options` name.
-    fn other(options: TorchOptions, rank: usize, socket: PathBuf, checkpoints: PathBuf) -> Self {
-        let role = Role::Other { rank, socket, checkpoints };
-        TorchLearner { options, role, loaded: None, lender: None }
-    }
-
     /// Opens the model, with the other ranks if there are any.
     fn open(
         &self,
@@ -118,9 +113,11 @@ impl TorchLearner {
         // As engines compute, unless told: with activations that round otherwise, log-probs would differ.
         let kind = learn.dtype.map_or(published, kind_of);
         let model = Model::open(&place.hf_checkpoint, kind, device)?;
-        let mut policy = Policy::shared(model, published, adamw, ranks)?
-            .with_recompute(learn.recomputes())
-            .with_log_probs_chunk_size(learn.log_probs_chunk_size);
+        let train = |model: Model| -> Result<Trained> {
+            let trained = Trained::new(model, published, adamw, ranks)?;
+            Ok(Trained { recompute: learn.recomputes(), ..trained })
+        };
+        let mut policy = Policy::of(train(model)?).with_log_probs_chunk_size(learn.log_probs_chunk_size);
         if learn.has_reference() {
             let dir = learn.ref_load.as_ref().unwrap_or(&place.hf_checkpoint);
             policy = policy
@@ -131,9 +128,7 @@ impl TorchLearner {
         }
         let critic = learn.critic().map(|critic| {
             let dir = critic.critic_load.as_ref().unwrap_or(&place.hf_checkpoint);
-            let model = Model::open_critic(dir, kind, device)?;
-            let critic = Critic::shared(model, published, adamw, ranks)?;
-            Ok::<_, Error>(critic.with_recompute(learn.recomputes()))
+            Critic::of(train(Model::open_critic(dir, kind, device)?)?)
         });
         let mut loaded = Loaded { policy, critic: critic.transpose()?, place: place.clone() };
         let Loaded { policy, critic, .. } = &mut loaded;
@@ -152,17 +147,21 @@ impl TorchLearner {
                 libtorch::device(&self.options.device).and_then(|device| self.open(place, device, None));
             return opened.map_err(|error| self.failed(error));
         };
-        let failed = |error| self.failed(error);
-        let device = device_of_rank(&self.options.device, 0, options.ranks).map_err(failed)?;
-        std::fs::create_dir_all(&place.save).map_err(io("create", &place.save)).map_err(failed)?;
-        let socket = std::path::absolute(place.save.join(SOCKET)).map_err(io("name", &place.save));
-        let socket = socket.map_err(failed)?;
-        let listening = Listening::at(&socket).map_err(failed)?;
-        let TorchOptions { learn, temperature, .. } = &self.options;
-        let checkpoints = std::path::absolute(checkpoint::dir(&place.save)).map_err(io("name", &place.save));
-        let mut others = Others::new(&options, &socket, &checkpoints.map_err(failed)?, learn, *temperature);
+        let prepared = || -> Result<_> {
+            let device = device_of_rank(&self.options.device, 0, options.ranks)?;
+            std::fs::create_dir_all(&place.save).map_err(io("create", &place.save))?;
+            let absolute = |path: PathBuf| std::path::absolute(path).map_err(io("name", &place.save));
+            let (socket, checkpoints) =
+                (absolute(place.save.join(SOCKET))?, absolute(checkpoint::dir(&place.save))?);
+            let TorchOptions { learn, temperature, .. } = &self.options;
+            let others = Others::new(&options, &socket, &checkpoints, learn, *temperature);
+            Ok((device, Listening::at(&socket)?, others))
+        };
+        let (device, listening, mut others) = prepared().map_err(|error| self.failed(error))?;
+        // Where a rank keeps its socket and its lock.
+        let of_rank = |rank| Workspace { save: place.save.join(format!("rank-{rank}")), ..place.clone() };
         let opened = others.together(
-            |rank, child| child.load(&Others::place(place, rank)).map(drop),
+            |rank, child| child.load(&of_rank(rank)).map(drop),
             |hopeful| {
                 let star = listening.accept(options.ranks, options.deadline, hopeful);
                 let opened = star.and_then(|star| self.open(place, device, Some(&exchange(star, device)?)));
@@ -240,7 +239,7 @@ impl TorchLearner {
 
     fn copied(&mut self, fp8: bool) -> Result<Tensors<'static>> {
         let Loaded { policy, place, .. } = self.loaded()?;
-        snapshot::of_policy(policy, &place.hf_checkpoint, fp8)
+        snapshot::policy_snapshot(policy, &place.hf_checkpoint, fp8)
     }
 
     /// The weights where they are, or a copy on the host.
@@ -399,7 +398,8 @@ pub fn serve_rank(
     learner::serve(loop_socket, |told| {
         let options =
             TorchOptions { learn: told.options.clone(), temperature: told.temperature, ..options.clone() };
-        Box::new(TorchLearner::other(options, rank, socket.to_owned(), checkpoints.to_owned()))
+        let role = Role::Other { rank, socket: socket.to_owned(), checkpoints: checkpoints.to_owned() };
+        Box::new(TorchLearner { role, ..TorchLearner::new(options) })
     })
 }
 

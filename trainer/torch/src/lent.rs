@@ -59,7 +59,7 @@ impl Lender {
     /// [`crate::Error::Kernels`] if what libtorch has queued on the device fails; [`crate::Error::Torch`] if there is
     /// no memory for fp8; [`crate::Error::Input`] if the weights are not there.
     pub(crate) fn lend(&self, trained: &Trained, files: Vec<AuxFile>, fp8: bool) -> Result<LentWeights> {
-        let (expected, found) = (trained.model.device(), trained.model.flat().device());
+        let (expected, found) = (trained.model.device(), trained.model.flat.device());
         if found != expected {
             let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
             return Err(input("where the weights are", expected, found));

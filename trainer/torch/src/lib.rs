@@ -28,9 +28,10 @@ mod snapshot;
 pub mod tasks;
 mod trained;
 
-pub use batch::{Batch, Sample};
+pub use batch::Batch;
 pub use config::{Config, RopeScaling};
 pub use critic::Critic;
+pub use driftless_trainer::learner::Sample;
 pub use error::{Error, Result};
 pub use learner::{TorchLearner, TorchOptions, check_ranks, serve_rank};
 pub use models::{Family, Model, Parameter};

@@ -13,10 +13,11 @@ use std::sync::OnceLock;
 
 use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
+use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
 use crate::dispatcher::{Value, call};
-use crate::error::{Error, Result, input};
+use crate::error::{Error, Result, driver, input};
 
 /// Chooses a device: `cpu`, `cuda`, `cuda:N`, or `auto` (CUDA where there is one, else the CPU).
 ///
@@ -117,10 +118,7 @@ pub(crate) fn synchronize(ordinal: usize) -> Result<()> {
         context.bind_to_thread()?;
         context.synchronize()
     });
-    done.map_err(|error| Error::Kernels {
-        what: format!("waiting for the work on device {ordinal}"),
-        why: format!("{error:?}"),
-    })
+    done.map_err(driver(format!("waiting for the work on device {ordinal}")))
 }
 
 /// Opens `libtorch_cuda.so` for the rest of the process: from beside the loaded `libtorch_cpu.so`, else from
@@ -189,27 +187,6 @@ impl Deref for Borrowed<'_> {
     }
 }
 
-/// Element types of the rollout log that libtorch can read in place.
-pub trait Column: sealed::Sealed {
-    /// libtorch's name of the type.
-    const KIND: Kind;
-}
-impl Column for i32 {
-    const KIND: Kind = Kind::Int;
-}
-impl Column for f32 {
-    const KIND: Kind = Kind::Float;
-}
-impl Column for u8 {
-    const KIND: Kind = Kind::Uint8;
-}
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for i32 {}
-    impl Sealed for f32 {}
-    impl Sealed for u8 {}
-}
-
 /// Shows a column to libtorch as a 1-D CPU tensor without copying it.
 ///
 /// Only for reading: the memory may be a read-only map. [`Borrowed`] gives out `&Tensor`, and libtorch's
@@ -217,7 +194,7 @@ mod sealed {
 ///
 /// # Errors
 /// [`Error::Torch`] if libtorch refuses.
-pub fn borrow<T: Column>(column: &[T]) -> Result<Borrowed<'_>> {
+pub fn borrow<T: Element>(column: &[T]) -> Result<Borrowed<'_>> {
     let length = i64::try_from(column.len()).unwrap_or(i64::MAX);
     let data = column.as_ptr().cast::<u8>();
     // SAFETY: `data` points to `length` aligned, initialised elements of `T::KIND`, which `Borrowed`'s

@@ -44,15 +44,9 @@ pub struct AdamWOptions {
 }
 
 impl Default for AdamWOptions {
+    /// Those of a run whose options are at their defaults.
     fn default() -> Self {
-        AdamWOptions {
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            clip_grad: 1.0,
-            cpu_offload: false,
-        }
+        AdamWOptions::of(&LearnOptions::default())
     }
 }
 
@@ -82,10 +76,10 @@ impl AdamWOptions {
         AdamWOptions {
             beta1: learn.adam_beta1,
             beta2: learn.adam_beta2,
+            eps: 1e-8,
             weight_decay: learn.weight_decay,
             clip_grad: learn.clip_grad,
             cpu_offload: learn.optimizer_cpu_offload,
-            ..AdamWOptions::default()
         }
     }
 }
@@ -114,17 +108,12 @@ impl Part {
 }
 
 impl AdamW {
-    /// State for a model, whose weights become the first masters; then rounds the model's weights to
-    /// `rounded` (`Float` or `BFloat16`).
+    /// State for a model, whose weights become the first masters, shared out to ranks if there are any; then rounds
+    /// the model's weights to `rounded` (`Float` or `BFloat16`).
     ///
     /// # Errors
     /// [`Error::Input`] for another kind, or a bf16 model that should compute with f32 weights.
-    pub fn new(model: &mut Model, rounded: Kind, options: AdamWOptions) -> Result<AdamW> {
-        AdamW::shared(model, rounded, options, None)
-    }
-
-    /// The same, shared out to ranks.
-    pub(crate) fn shared(
+    pub(crate) fn new(
         model: &mut Model,
         rounded: Kind,
         options: AdamWOptions,
@@ -134,13 +123,13 @@ impl AdamW {
             let found = format!("weights in {rounded:?}, model in {:?}", model.kind());
             return Err(input("published weights", "a kind the model can hold", found));
         }
-        let (length, ranks) = (model.places().length, ranks.cloned());
+        let (length, ranks) = (model.places.length, ranks.cloned());
         let own = ranks.as_ref().map_or(0..length, |ranks| {
-            let ranks = locked(ranks);
-            part(length, ranks.rank(), ranks.ranks())
+            let (rank, ranks) = locked(ranks).place();
+            part(length, rank, ranks)
         });
         tch::no_grad(|| {
-            let weights = model.flat().f_narrow(0, own.start, own.end - own.start)?;
+            let weights = model.flat.f_narrow(0, own.start, own.end - own.start)?;
             let crosses = options.cpu_offload && model.device().is_cuda();
             let length = weights.numel() as i64;
             let state = || match options.cpu_offload {
@@ -191,14 +180,14 @@ impl AdamW {
     pub(crate) fn step(&mut self, model: &mut Model, lr: f64) -> Result<f64> {
         tch::no_grad(|| {
             if let Some(ranks) = &self.ranks {
-                locked(ranks).reduce_scatter(self.gradients.flat())?;
+                locked(ranks).reduce_scatter(&self.gradients.flat)?;
             }
             let norm = self.grad_norm()?;
             if !norm.is_finite() {
                 return Err(Error::NotFinite { what: "gradient norm", found: norm, step: self.step });
             }
             self.step += 1;
-            self.update(model.places(), lr, norm)?;
+            self.update(&model.places, lr, norm)?;
             self.write_weights(model)?;
             Ok(norm)
         })
@@ -206,10 +195,7 @@ impl AdamW {
 
     /// Which rank this is, and how many there are.
     pub(crate) fn rank(&self) -> (usize, usize) {
-        self.ranks.as_ref().map_or((0, 1), |ranks| {
-            let ranks = locked(ranks);
-            (ranks.rank(), ranks.ranks())
-        })
+        self.ranks.as_ref().map_or((0, 1), |ranks| locked(ranks).place())
     }
 
     /// Makes each number the sum over all ranks.
@@ -245,7 +231,7 @@ impl AdamW {
         let Some(ranks) = &self.ranks else { return Ok(own.shallow_clone()) };
         tch::no_grad(|| {
             // A critic at rest has its buffer in host memory, where not every exchange reaches.
-            let all = self.gradients.flat().f_to_device(self.device)?;
+            let all = self.gradients.flat.f_to_device(self.device)?;
             self.own(&all)?.f_copy_(own)?;
             locked(ranks).all_gather(&all)?;
             Ok(all)
@@ -257,17 +243,8 @@ impl AdamW {
         Ok(buffer.f_narrow(0, self.own.start, self.own.end - self.own.start)?)
     }
 
-    /// Moves everything to host memory, until [`AdamW::onload`].
-    pub(crate) fn offload(&mut self) -> Result<()> {
-        self.move_to(Device::Cpu)
-    }
-
-    /// Moves everything back to where it is updated.
-    pub(crate) fn onload(&mut self) -> Result<()> {
-        self.move_to(self.device)
-    }
-
-    fn move_to(&mut self, device: Device) -> Result<()> {
+    /// Moves everything that is not in host memory anyway.
+    pub(crate) fn move_to(&mut self, device: Device) -> Result<()> {
         self.gradients.move_to(device)?;
         if !self.options.cpu_offload {
             for (state, rest) in self.states.iter_mut().zip(&mut self.rests) {
@@ -278,7 +255,7 @@ impl AdamW {
     }
 
     fn grad_norm(&self) -> Result<f64> {
-        let gradients = self.own(self.gradients.flat())?;
+        let gradients = self.own(&self.gradients.flat)?;
         let square = |(start, length)| gradients.f_narrow(0, start, length)?.f_square()?.f_sum(Kind::Double);
         let squares = pieces(0, gradients.numel() as i64).map(square).collect::<Result<Vec<_>, _>>()?;
         let mut sum = [f64::try_from(Tensor::f_stack(&squares, 0)?.f_sum(Kind::Double)?)?];
@@ -293,7 +270,7 @@ impl AdamW {
         let scale = if clip_grad > 0.0 { ((norm + 1e-6) / clip_grad).max(1.0) } else { 1.0 };
         let one = |x: f64| Tensor::f_from_slice(&[x as f32])?.f_to_device(self.states[0].device());
         let (steps, scale) = (one(self.step as f64)?, if scale > 1.0 { Some(one(scale)?) } else { None });
-        let gradients = self.own(self.gradients.flat())?;
+        let gradients = self.own(&self.gradients.flat)?;
         // Where, of what is here, vectors begin.
         let vectors = places.matrices.clamp(self.own.start, self.own.end) - self.own.start;
         for (range, decay) in [(0..vectors, weight_decay), (vectors..gradients.numel() as i64, 0.0)] {
@@ -302,25 +279,14 @@ impl AdamW {
                 let [master, mean, square] = &self.states;
                 let [master, mean, square] = [piece(master)?, piece(mean)?, piece(square)?];
                 let gradient = self.crossed(&piece(&gradients)?, Kind::Float)?;
-                let arguments = [
-                    Value::Tensors(&[&master]),
-                    Value::Tensors(&[&gradient]),
-                    Value::Tensors(&[&mean]),
-                    Value::Tensors(&[&square]),
-                    // This AdamW keeps no largest second moments.
-                    Value::Tensors(&[]),
-                    Value::Tensors(&[&steps]),
-                    Value::Float(lr),
-                    Value::Float(beta1),
-                    Value::Float(beta2),
-                    Value::Float(decay),
-                    Value::Float(eps),
-                    // AMSGrad; maximise.
-                    Value::Bool(false),
-                    Value::Bool(false),
-                    Value::MaybeTensor(scale.as_ref()),
-                    Value::MaybeTensor(None),
-                ];
+                let lists = [[&master], [&gradient], [&mean], [&square], [&steps]];
+                let [master, gradient, mean, square, steps] = lists.each_ref().map(|one| Value::Tensors(one));
+                // This AdamW keeps no largest second moments.
+                let mut arguments = vec![master, gradient, mean, square, Value::Tensors(&[]), steps];
+                arguments.extend([lr, beta1, beta2, decay, eps].map(Value::Float));
+                let (amsgrad, maximize) = (Value::Bool(false), Value::Bool(false));
+                arguments.extend([amsgrad, maximize]);
+                arguments.extend([scale.as_ref(), None].map(Value::MaybeTensor));
                 let [] = call(c"aten::_fused_adamw_", c"", &arguments)?;
             }
         }
@@ -337,12 +303,12 @@ impl AdamW {
 
     /// Rounds masters to weights, and gets those of the other ranks.
     fn write_weights(&self, model: &Model) -> Result<()> {
-        let weights = self.own(model.flat())?;
+        let weights = self.own(&model.flat)?;
         for (start, length) in pieces(0, weights.numel() as i64) {
             let master = self.states[Part::Master as usize].f_narrow(0, start, length)?;
             weights.f_narrow(0, start, length)?.f_copy_(&self.crossed(&master, self.rounded)?)?;
         }
-        self.ranks.as_ref().map_or(Ok(()), |ranks| locked(ranks).all_gather(model.flat()))
+        self.ranks.as_ref().map_or(Ok(()), |ranks| locked(ranks).all_gather(&model.flat))
     }
 }
 
@@ -363,7 +329,7 @@ mod tests {
 
     /// A gradient of every weight, of the buffer's length.
     fn gradient(model: &Model, step: u64) -> Tensor {
-        let places = Tensor::arange(model.places().length, (Kind::Float, Device::Cpu));
+        let places = Tensor::arange(model.places.length, (Kind::Float, Device::Cpu));
         (places * 0.37 + step as f64).sin()
     }
 
@@ -388,9 +354,9 @@ mod tests {
         for clip_grad in [0.0, 1.0] {
             let mut model = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
             let numbers = |x: &Tensor| Vec::<f64>::try_from(x.to_kind(Kind::Double)).unwrap();
-            let mut master = numbers(model.flat());
+            let mut master = numbers(&model.flat);
             let (mut mean, mut square) = (vec![0.0; master.len()], vec![0.0; master.len()]);
-            let mut optimizer = AdamW::new(&mut model, Kind::Float, options(clip_grad)).unwrap();
+            let mut optimizer = AdamW::new(&mut model, Kind::Float, options(clip_grad), None).unwrap();
             let norms = train(&mut model, &mut optimizer, 4);
             for (step, norm) in norms.iter().enumerate() {
                 let gradient = numbers(&gradient(&model, step as u64));
@@ -399,7 +365,7 @@ mod tests {
                 let scale = if clip_grad > 0.0 { (clip_grad / (norm + 1e-6)).min(1.0) } else { 1.0 };
                 let correction = |beta: f64| 1.0 - beta.powi(step as i32 + 1);
                 for (place, g) in gradient.iter().map(|g| g * scale).enumerate() {
-                    if (place as i64) < model.places().matrices {
+                    if (place as i64) < model.places.matrices {
                         master[place] *= 1.0 - LR * 0.1;
                     }
                     mean[place] = 0.9 * mean[place] + 0.1 * g;
@@ -409,7 +375,7 @@ mod tests {
                 }
             }
             let apart =
-                numbers(model.flat()).iter().zip(&master).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                numbers(&model.flat).iter().zip(&master).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             assert!(apart < 1e-6, "{apart} with clip_grad {clip_grad}");
         }
     }
@@ -419,9 +385,9 @@ mod tests {
         let [here, there] = [false, true].map(|cpu_offload| {
             let mut model = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
             let options = AdamWOptions { cpu_offload, ..options(1.0) };
-            let mut optimizer = AdamW::new(&mut model, Kind::BFloat16, options).unwrap();
+            let mut optimizer = AdamW::new(&mut model, Kind::BFloat16, options, None).unwrap();
             let norms = train(&mut model, &mut optimizer, 3);
-            (norms, Vec::<f32>::try_from(model.flat()).unwrap())
+            (norms, Vec::<f32>::try_from(&model.flat).unwrap())
         });
         assert_eq!(here, there);
     }
@@ -429,7 +395,7 @@ mod tests {
     #[test]
     fn ranks_move_the_weights_as_one_does() {
         let mut model = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
-        let mut optimizer = AdamW::new(&mut model, Kind::BFloat16, options(1.0)).unwrap();
+        let mut optimizer = AdamW::new(&mut model, Kind::BFloat16, options(1.0), None).unwrap();
         let expected = train(&mut model, &mut optimizer, 3);
         let bits = |x: &Tensor| Vec::<f32>::try_from(x).unwrap();
         for ranks in [2, 4] {
@@ -438,15 +404,15 @@ mod tests {
                 let mut own = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
                 let shared: Ranks = Arc::new(Mutex::new(star));
                 let options = options(1.0);
-                let mut optimizer = AdamW::shared(&mut own, Kind::BFloat16, options, Some(&shared)).unwrap();
+                let mut optimizer = AdamW::new(&mut own, Kind::BFloat16, options, Some(&shared)).unwrap();
                 let elements = optimizer.states[0].numel() as i64;
                 // Each gives the whole gradient: the sum is so many times what one has, which clipping undoes.
                 let norms = train(&mut own, &mut optimizer, 3);
                 let state = Part::ALL.map(|part| bits(&optimizer.state(part).unwrap()));
-                (norms, bits(own.flat()), state, elements)
+                (norms, bits(&own.flat), state, elements)
             });
             for (norms, weights, state, elements) in found {
-                assert_eq!(elements * ranks as i64, model.places().length);
+                assert_eq!(elements * ranks as i64, model.places.length);
                 for (norm, expected) in norms.iter().zip(&expected) {
                     assert!((norm / expected / ranks as f64 - 1.0).abs() < 1e-6, "{norm}, {expected}");
                 }

@@ -7,11 +7,10 @@ use tch::{Kind, Tensor};
 use crate::apart::Apart;
 use crate::batch::Batch;
 use crate::error::{Result, input};
-use crate::head::{Chosen, Entropy, Scores, default_rows};
+use crate::head::{Chosen, Entropy, default_rows};
 use crate::loss::{self, PolicyTerms, Sequence, Tokens};
 use crate::models::Model;
 use crate::optimizer::{AdamW, AdamWOptions};
-use crate::ranks::Ranks;
 use crate::trained::{Trained, hidden};
 
 /// A model with the optimizer that moves it, and the models that it is compared with.
@@ -33,19 +32,12 @@ impl Policy {
     /// # Errors
     /// [`crate::Error::Input`] for kinds that do not go together.
     pub fn new(model: Model, published: Kind, options: AdamWOptions) -> Result<Policy> {
-        Policy::shared(model, published, options, None)
+        Ok(Policy::of(Trained::new(model, published, options, None)?))
     }
 
-    /// The same, trained by several ranks together.
-    pub(crate) fn shared(
-        model: Model,
-        published: Kind,
-        options: AdamWOptions,
-        ranks: Option<&Ranks>,
-    ) -> Result<Policy> {
-        let trained = Trained::new(model, published, options, ranks)?;
+    pub(crate) fn of(trained: Trained) -> Policy {
         let apart = Apart::default();
-        Ok(Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None, apart })
+        Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None, apart }
     }
 
     /// The same with activations computed again on the way back (`--recompute-granularity full`): a tenth of
@@ -129,20 +121,20 @@ impl Policy {
     /// [`crate::Error::NotFinite`] if the loss or the gradients are not, or what libtorch answers. Nothing
     /// has then changed: the same step may be tried again.
     pub fn sft_step(&mut self, batches: &[Batch], lr: f64) -> Result<StepStats> {
-        let mut stats = StepStats { lr, ..StepStats::default() };
-        self.trained.optimizer.gradients.clear()?;
-        for batch in batches.iter().filter(|batch| batch.trains()) {
-            stats.loss += batch.pass(|| self.sft_pass(batch))?;
-        }
-        stats.grad_norm = self.trained.apply(stats.loss, lr)?;
-        Ok(stats)
+        self.step(batches, lr, |policy, batch, stats| {
+            stats.loss += policy.sft_pass(batch)?;
+            Ok(())
+        })
     }
 
     /// Adds the gradients of a micro-batch, and returns its loss.
     fn sft_pass(&mut self, batch: &Batch) -> Result<f64> {
         let (pass, hidden) = self.trained.forward(batch)?;
         let mut losses = Vec::new();
-        let gradient = self.descend(&hidden, batch, 1.0, Entropy::Unasked, |rows, scores| {
+        let chosen = self.chosen(&hidden, batch, 1.0);
+        let Trained { model, optimizer, .. } = &mut self.trained;
+        let gradients = &mut optimizer.gradients;
+        let gradient = chosen.descend(model, Entropy::Unasked, gradients, |rows, scores| {
             let weights = batch.weights.f_narrow(0, rows.start, rows.end - rows.start)?;
             let loss = loss::sft_loss(&scores.log_probs, &weights)?;
             losses.push(loss.f_detach()?);
@@ -165,10 +157,20 @@ impl Policy {
         temperature: f64,
         lr: f64,
     ) -> Result<StepStats> {
+        self.step(batches, lr, |policy, batch, stats| policy.policy_pass(batch, options, temperature, stats))
+    }
+
+    /// One step: `pass` adds the gradients of a micro-batch, and its figures.
+    fn step(
+        &mut self,
+        batches: &[Batch],
+        lr: f64,
+        pass: impl Fn(&mut Policy, &Batch, &mut StepStats) -> Result<()>,
+    ) -> Result<StepStats> {
         let mut stats = StepStats { lr, ..StepStats::default() };
         self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
-            batch.pass(|| self.policy_pass(batch, options, temperature, &mut stats))?;
+            batch.pass(|| pass(self, batch, &mut stats))?;
         }
         stats.grad_norm = self.trained.apply(stats.loss, lr)?;
         Ok(stats)
@@ -185,17 +187,23 @@ impl Policy {
         let reference =
             options.use_kl_loss.then(|| self.reference_log_probs(batch, temperature)).transpose()?;
         let (pass, hidden) = self.trained.forward(batch)?;
+        let chosen = self.chosen(&hidden, batch, temperature);
+        let sequence = Sequence::asked(options).then(|| {
+            let now = chosen.log_probs(self.model())?;
+            tch::no_grad(|| Sequence::of(&now, batch, options))
+        });
         let columns = Tokens {
             weights: batch.weights.shallow_clone(),
             rollout_log_probs: batch.rollout_log_probs.shallow_clone(),
             old_log_probs: batch.old(options).map(Tensor::shallow_clone),
             advantages: batch.advantages.shallow_clone(),
             reference,
-            sequence: self.sequence(&hidden, batch, options, temperature)?,
+            sequence: sequence.transpose()?,
         };
         let entropy = if options.entropy_coef == 0.0 { Entropy::Watched } else { Entropy::Differentiated };
         let mut seen = Vec::new();
-        let gradient = self.descend(&hidden, batch, temperature, entropy, |rows, scores| {
+        let Trained { model, optimizer, .. } = &mut self.trained;
+        let gradient = chosen.descend(model, entropy, &mut optimizer.gradients, |rows, scores| {
             let tokens = columns.narrow(rows.start, rows.end - rows.start)?;
             let terms = loss::policy_loss(&scores.log_probs, scores.entropy.as_ref(), &tokens, options)?;
             let loss = terms.loss.shallow_clone();
@@ -209,35 +217,6 @@ impl Policy {
     /// How far the tokens were apart that were trained on since the last call.
     pub(crate) fn take_apart(&mut self) -> Apart {
         std::mem::take(&mut self.apart)
-    }
-
-    /// What is said of the samples of a batch, if `options` ask for it.
-    fn sequence(
-        &self,
-        hidden: &Tensor,
-        batch: &Batch,
-        options: &LearnOptions,
-        temperature: f64,
-    ) -> Result<Option<Sequence>> {
-        if !Sequence::asked(options) {
-            return Ok(None);
-        }
-        let now = self.chosen(hidden, batch, temperature)?.log_probs(self.model())?;
-        tch::no_grad(|| Sequence::of(&now, batch, options)).map(Some)
-    }
-
-    /// [`Chosen::descend`], with the gradient of the head added to those of the next step.
-    fn descend(
-        &mut self,
-        hidden: &Tensor,
-        batch: &Batch,
-        temperature: f64,
-        entropy: Entropy,
-        loss: impl FnMut(std::ops::Range<i64>, &Scores) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let chosen = self.chosen(hidden, batch, temperature)?;
-        let Trained { model, optimizer, .. } = &mut self.trained;
-        chosen.descend(model, entropy, loss, &mut optimizer.gradients)
     }
 
     /// Log-probs `[M]` of a batch's trained tokens under the current weights, without gradients.
@@ -268,15 +247,15 @@ impl Policy {
         if !batch.trains() {
             return Ok(batch.weights.shallow_clone());
         }
-        batch.pass(|| self.chosen(&hidden(model, batch)?, batch, temperature)?.log_probs(model))
+        batch.pass(|| self.chosen(&hidden(model, batch)?, batch, temperature).log_probs(model))
     }
 
-    fn chosen<'a>(&self, hidden: &'a Tensor, batch: &'a Batch, temperature: f64) -> Result<Chosen<'a>> {
+    fn chosen<'a>(&self, hidden: &'a Tensor, batch: &'a Batch, temperature: f64) -> Chosen<'a> {
         let rows = self.chunk.map_or_else(
             || default_rows(self.model().config().vocab_size),
             |chunk| i64::try_from(chunk).unwrap_or(i64::MAX),
         );
-        Ok(Chosen { hidden, labels: &batch.labels, temperature, rows })
+        Chosen { hidden, labels: &batch.labels, temperature, rows }
     }
 }
 

@@ -35,11 +35,8 @@ pub struct Quantized {
 pub fn quantize(matrix: &Tensor) -> Result<Quantized> {
     let (kind, size) = (matrix.f_kind()?, matrix.size());
     let (&[rows, columns], Kind::BFloat16 | Kind::Float) = (size.as_slice(), kind) else {
-        return Err(input(
-            "matrix in fp8",
-            "[rows, columns] of bf16 or f32",
-            format!("{size:?} of {kind:?}"),
-        ));
+        let found = format!("{size:?} of {kind:?}");
+        return Err(input("matrix in fp8", "[rows, columns] of bf16 or f32", found));
     };
     let [down, across] = [rows, columns].map(|length| (length + BLOCK - 1) / BLOCK);
     let padding = [0, across * BLOCK - columns, 0, down * BLOCK - rows];

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use derive_setters::Setters;
 use driftless_trainer::data::{Dataset, Order};
-use driftless_trainer::learner;
+use driftless_trainer::learner::Sample;
 use driftless_trainer::options::LearnOptions;
 use driftless_trainer::tasks::tiny::VOCABULARY;
 use driftless_transport::checkpoint::write_checkpoint;
@@ -13,7 +13,7 @@ use driftless_transport::snapshot::AuxFile;
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Kind};
 
-use crate::batch::{Batch, Reduction, Sample, token_weights};
+use crate::batch::{Batch, Reduction, token_weights};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, input, io};
@@ -248,8 +248,8 @@ fn batches(options: &SftOptions, step: u64, model: &Model) -> Result<Vec<Batch>>
         }
         SftTask::Text(text) => {
             let windows: Vec<_> = numbers.map(|number| text.draw(number, options.seed)).collect();
-            let samples = windows.iter().zip(0..).map(|(tokens, index)| Sample::supervised(tokens, 1, index));
-            let samples: Vec<_> = samples.collect();
+            let sample = |(tokens, answer)| Sample { tokens, prompt_len: 1, answer, ..Sample::default() };
+            let samples: Vec<_> = windows.iter().map(Vec::as_slice).zip(0..).map(sample).collect();
             let weights = token_weights(&samples, Reduction::PerToken);
             Ok(vec![Batch::new(&samples, &weights, model.config().vocab_size, model.device())?])
         }
@@ -257,18 +257,10 @@ fn batches(options: &SftOptions, step: u64, model: &Model) -> Result<Vec<Batch>>
 }
 
 /// Conversation `number` of the training, from its first learned token on.
-fn conversation<'a>(data: &'a Dataset, order: &Order, number: u64) -> learner::Sample<'a> {
+fn conversation<'a>(data: &'a Dataset, order: &Order, number: u64) -> Sample<'a> {
     let example = &data.examples[order.at(number).0 as usize];
     let learned = |place: &usize| example.loss_mask[*place] == 1;
     let prompt_len = (1..example.tokens.len()).find(learned).unwrap_or(example.tokens.len());
-    learner::Sample {
-        position: Default::default(),
-        tokens: &example.tokens,
-        prompt_len,
-        loss_mask: &example.loss_mask[prompt_len..],
-        log_probs: &[],
-        teacher_log_probs: &[],
-        answer: number,
-        advantage: 0.0,
-    }
+    let loss_mask = &example.loss_mask[prompt_len..];
+    Sample { tokens: &example.tokens, prompt_len, loss_mask, answer: number, ..Sample::default() }
 }

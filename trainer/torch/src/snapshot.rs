@@ -21,20 +21,13 @@ pub(crate) const SHARD_BYTES_MAX: u64 = 5 << 30;
 
 /// Copies the policy's weights to host memory, rounded to the dtype that is published: what a publisher takes, and what
 /// [`driftless_transport::checkpoint::write_checkpoint`] makes a Hugging Face checkpoint of. `config.json`, tokenizer
-/// and whatever else belongs to the model are those of the checkpoint directory `hf_checkpoint`.
+/// and whatever else belongs to the model are those of the checkpoint directory `hf_checkpoint`. In `fp8` the layers'
+/// matrices are as [`quantize`](crate::quantize::quantize) has them, and a `config.json` says so.
 ///
 /// # Errors
-/// [`crate::Error::Transport`] if that directory cannot be read, [`crate::Error::Torch`] if libtorch cannot copy.
-pub fn policy_snapshot(policy: &Policy, hf_checkpoint: &Path) -> Result<Tensors<'static>> {
-    of_policy(policy, hf_checkpoint, false)
-}
-
-/// The same, or in `fp8` with the layers' matrices as [`quantize`](crate::quantize::quantize) has them and a
-/// `config.json` that says so.
-///
-/// # Errors
-/// As [`policy_snapshot`], and [`crate::Error::Config`] for a model that engines do not load in fp8.
-pub(crate) fn of_policy(policy: &Policy, hf_checkpoint: &Path, fp8: bool) -> Result<Tensors<'static>> {
+/// [`crate::Error::Transport`] if that directory cannot be read, [`crate::Error::Torch`] if libtorch cannot copy,
+/// [`crate::Error::Config`] for a model that engines do not load in fp8.
+pub fn policy_snapshot(policy: &Policy, hf_checkpoint: &Path, fp8: bool) -> Result<Tensors<'static>> {
     let files = files(policy.model(), hf_checkpoint, fp8)?;
     collect(published(policy.model(), policy.optimizer().rounded(), fp8), &files)
 }

@@ -1,6 +1,6 @@
 //! A model with the optimizer that moves it: forward, back, and a step.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::batch::Batch;
 use crate::error::{Error, Result};
@@ -24,20 +24,20 @@ impl Trained {
         options: AdamWOptions,
         ranks: Option<&Ranks>,
     ) -> Result<Trained> {
-        let optimizer = AdamW::shared(&mut model, published, options, ranks)?;
+        let optimizer = AdamW::new(&mut model, published, options, ranks)?;
         Ok(Trained { model, optimizer, recompute: false })
     }
 
     /// The forward pass, and the hidden states `[M, hidden]` that predict trained tokens.
     pub(crate) fn forward(&self, batch: &Batch) -> Result<(Pass, Tensor)> {
         let pass = self.model.pass(&batch.tokens, &batch.lengths, self.recompute)?;
-        let hidden = pass.hidden().f_index_select(0, &batch.trained)?;
+        let hidden = pass.hidden.f_index_select(0, &batch.trained)?;
         Ok((pass, hidden))
     }
 
     /// Takes the gradient `[M, hidden]` of these hidden states back through the model.
     pub(crate) fn backward(&mut self, pass: Pass, batch: &Batch, gradient: &Tensor) -> Result<()> {
-        let whole = pass.hidden().f_zeros_like()?;
+        let whole = pass.hidden.f_zeros_like()?;
         let whole = whole.f_index_copy(0, &batch.trained, gradient)?;
         let Trained { model, optimizer, .. } = self;
         model.backward(pass, &whole, &mut optimizer.gradients)
@@ -62,14 +62,17 @@ impl Trained {
 
     /// Moves weights, masters and moments to host memory, until [`Trained::onload`].
     pub(crate) fn offload(&mut self) -> Result<()> {
-        self.model.offload()?;
-        self.optimizer.offload()
+        self.move_to(Device::Cpu)
     }
 
-    /// Moves them back.
+    /// Moves them back to the model's device.
     pub(crate) fn onload(&mut self) -> Result<()> {
-        self.model.onload()?;
-        self.optimizer.onload()
+        self.move_to(self.model.device())
+    }
+
+    fn move_to(&mut self, device: Device) -> Result<()> {
+        self.model.move_to(device)?;
+        self.optimizer.move_to(device)
     }
 }
 

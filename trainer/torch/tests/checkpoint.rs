@@ -36,7 +36,8 @@ fn policy(config: Config, seed: i64) -> Policy {
 fn train(policy: &mut Policy, step: i32) {
     let rows: Vec<Vec<i32>> =
         (0..4).map(|row| (0..6 + row).map(|i| (i * 3 + row + step) % 16).collect()).collect();
-    let samples: Vec<_> = rows.iter().map(|row| Sample::supervised(row, 2, 0)).collect();
+    let sample = |tokens| Sample { tokens, prompt_len: 2, ..Sample::default() };
+    let samples: Vec<_> = rows.iter().map(Vec::as_slice).map(sample).collect();
     let batch = Batch::new(&samples, &[0.05; 4], 16, Device::Cpu).unwrap();
     policy.sft_step(&[batch], 1e-3).unwrap();
 }

@@ -72,6 +72,7 @@ fn mixed(rows: &[&[i32]]) -> Batch {
             log_probs,
             answer: index,
             advantage: if index % 2 == 0 { 1.0 } else { -0.7 },
+            ..Sample::default()
         })
         .collect();
     Batch::new(&samples, &vec![0.1; rows.len()], 24, Device::Cpu).unwrap()
@@ -88,8 +89,7 @@ fn log_probs(policy: &Policy, batch: &Batch) -> Vec<f32> {
 
 fn batch(tokens: &[i32]) -> Batch {
     let log_probs = vec![-2.0; tokens.len() - 2];
-    let sample =
-        Sample { tokens, prompt_len: 2, loss_mask: &[], log_probs: &log_probs, answer: 0, advantage: 1.0 };
+    let sample = Sample { tokens, prompt_len: 2, log_probs: &log_probs, advantage: 1.0, ..Sample::default() };
     Batch::new(&[sample], &[0.1], 24, Device::Cpu).unwrap()
 }
 
@@ -161,8 +161,8 @@ fn masked_tokens_never_reach_the_gradient() {
             prompt_len: 2,
             loss_mask: &[1, 0],
             log_probs: &[-3.0, masked],
-            answer: 0,
             advantage,
+            ..Sample::default()
         };
         let batch = Batch::new(&[sample], &[1.0], 24, Device::Cpu).unwrap();
         let stats = policy.policy_step(&[batch], &engines(), 1.0, LR).unwrap();
@@ -177,7 +177,7 @@ fn masked_tokens_never_reach_the_gradient() {
 
 #[test]
 fn a_batch_without_a_trained_token_is_passed_over() {
-    let sample = Sample { loss_mask: &[0, 0], ..Sample::supervised(&[3, 4, 5, 6], 2, 0) };
+    let sample = Sample { tokens: &[3, 4, 5, 6], prompt_len: 2, loss_mask: &[0, 0], ..Sample::default() };
     let none = || Batch::new(&[sample], &[1.0], 24, Device::Cpu).unwrap();
     let (mut alone, mut beside) = (policy_with(1.0), policy_with(1.0));
     let expected = alone.policy_step(&[batch(&[3, 4, 5])], &engines(), 1.0, LR).unwrap();

@@ -77,7 +77,7 @@ fn a_cold_start_learns_and_is_a_function_of_its_seed() {
     // From there on: the same weights, and the same files beside them.
     let model = Model::open(&a, Kind::Float, Device::Cpu).unwrap();
     let policy = Policy::new(model, Kind::BFloat16, Default::default()).unwrap();
-    let snapshot = policy_snapshot(&policy, &a).unwrap();
+    let snapshot = policy_snapshot(&policy, &a, false).unwrap();
     let checkpoint = Checkpoint::open(&a).unwrap();
     assert_eq!(snapshot.tensors(), checkpoint.tensors());
     assert_eq!(snapshot.files(), checkpoint.files());

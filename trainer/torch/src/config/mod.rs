@@ -7,7 +7,8 @@ mod tests;
 use std::path::Path;
 
 use driftless_transport::snapshot::AuxFile;
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Value, json};
 use tch::Kind;
 
 use crate::error::{Error, Result, input, io};
@@ -19,9 +20,10 @@ const SIZE_MAX: i64 = 1 << 24;
 /// Shape and constants of a dense model.
 ///
 /// Field names are those of Hugging Face's configs; all sizes are element counts.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Config {
     /// What the layers are made of.
+    #[serde(skip)]
     pub family: Family,
     /// Number of token ids.
     pub vocab_size: i64,
@@ -42,6 +44,7 @@ pub struct Config {
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
     /// How they are stretched, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<RopeScaling>,
     /// Longest sequence; positions are `0..max_position_embeddings`.
     pub max_position_embeddings: i64,
@@ -52,6 +55,7 @@ pub struct Config {
     /// Id put before every prompt, if the tokenizer has one.
     pub bos_token_id: Option<i64>,
     /// Ids that end a generation.
+    #[serde(skip)]
     pub eos_token_ids: Vec<i64>,
     /// Id that fills unused places.
     pub pad_token_id: Option<i64>,
@@ -60,7 +64,8 @@ pub struct Config {
 /// Llama 3's stretching of the rotary frequencies (`rope_type: llama3`), for contexts longer than those of
 /// pretraining: long waves are divided by `factor`, short ones stay, and those between move from one to the
 /// other.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "rope_type", rename = "llama3")]
 pub struct RopeScaling {
     /// What the frequencies of long waves are divided by; at least 1.
     pub factor: f64,
@@ -177,44 +182,22 @@ impl Config {
     /// `Float`).
     #[must_use]
     pub fn to_json(&self, kind: Kind) -> Value {
-        let mut object = Map::new();
-        let mut set = |key: &str, value: Value| object.insert(key.to_owned(), value);
-        set("architectures", json!([self.family.architecture()]));
-        set("model_type", json!(self.family.model_type()));
-        set("vocab_size", json!(self.vocab_size));
-        set("hidden_size", json!(self.hidden_size));
-        set("intermediate_size", json!(self.intermediate_size));
-        set("num_hidden_layers", json!(self.num_hidden_layers));
-        set("num_attention_heads", json!(self.num_attention_heads));
-        set("num_key_value_heads", json!(self.num_key_value_heads));
-        set("head_dim", json!(self.head_dim));
-        set("hidden_act", json!("silu"));
-        set("rms_norm_eps", json!(self.rms_norm_eps));
-        set("rope_theta", json!(self.rope_theta));
-        if let Some(scaling) = &self.rope_scaling {
-            set("rope_scaling", scaling.to_json());
-        }
-        set("max_position_embeddings", json!(self.max_position_embeddings));
-        set("tie_word_embeddings", json!(self.tie_word_embeddings));
-        set("initializer_range", json!(self.initializer_range));
+        let mut config = json!(self);
+        config["architectures"] = json!([self.family.architecture()]);
+        config["model_type"] = json!(self.family.model_type());
+        config["hidden_act"] = json!("silu");
         for option in self.family.traits().off {
-            set(option, json!(false));
+            config[option] = json!(false);
         }
-        set("attention_dropout", json!(0.0));
-        set("bos_token_id", json!(self.bos_token_id));
-        set("eos_token_id", self.eos_json());
-        set("pad_token_id", json!(self.pad_token_id));
-        set("torch_dtype", json!(if kind == Kind::BFloat16 { "bfloat16" } else { "float32" }));
-        Value::Object(object)
-    }
-
-    /// `eos_token_id` as Hugging Face writes it: nothing, one number, or a list.
-    pub(crate) fn eos_json(&self) -> Value {
-        match self.eos_token_ids.as_slice() {
+        config["attention_dropout"] = json!(0.0);
+        // As Hugging Face writes it: nothing, one number, or a list.
+        config["eos_token_id"] = match self.eos_token_ids.as_slice() {
             [] => Value::Null,
             [id] => json!(id),
             ids => json!(ids),
-        }
+        };
+        config["torch_dtype"] = json!(if kind == Kind::BFloat16 { "bfloat16" } else { "float32" });
+        config
     }
 
     /// Every tensor of the model with its Hugging Face name and shape, sorted by name (byte order).
@@ -310,16 +293,6 @@ impl RopeScaling {
             1..=SIZE_MAX => Ok(()),
             other => wrong("original_max_position_embeddings of 1 or more", other as f64),
         }
-    }
-
-    fn to_json(&self) -> Value {
-        json!({
-            "rope_type": "llama3",
-            "factor": self.factor,
-            "low_freq_factor": self.low_freq_factor,
-            "high_freq_factor": self.high_freq_factor,
-            "original_max_position_embeddings": self.original_max_position_embeddings,
-        })
     }
 }
 

@@ -59,7 +59,7 @@ fn transformers_5_spelling() {
     object.remove("rope_theta");
     object.insert("rope_parameters".into(), json!({"rope_theta": 5e5, "rope_type": "default"}));
     assert_eq!(read(&value).unwrap().rope_theta, 5e5);
-    let mut rope = llama3().to_json();
+    let mut rope = serde_json::json!(llama3());
     rope["rope_theta"] = json!(5e5);
     value["rope_parameters"] = rope;
     let config = read(&value).unwrap();

@@ -69,11 +69,6 @@ impl Batcher {
         })
     }
 
-    /// Whether a pass would have something to do.
-    pub(super) fn has_work(&self) -> bool {
-        !self.running.is_empty() || !self.waiting.is_empty()
-    }
-
     /// Tokens held in the cache.
     pub(super) fn used_tokens(&self) -> usize {
         self.running.iter().map(|sequence| self.cache.length(sequence.slot)).sum()
@@ -97,7 +92,9 @@ impl Batcher {
     fn admit(&mut self) -> Result<usize> {
         let (mut admitted, mut width) = (0, 0);
         while let Some(next) = self.waiting.front() {
-            let (length, longest) = (next.tokens.len(), next.longest());
+            let length = next.tokens.len();
+            // Most tokens that it can come to hold.
+            let longest = next.prompt_tokens + next.sampling.max_new_tokens;
             if self.running.is_empty() {
                 self.lay_out(longest)?;
             }
@@ -222,7 +219,7 @@ impl Batcher {
         for mut sequence in std::mem::take(&mut self.running) {
             self.cache.truncate(sequence.slot, 0);
             self.free.insert(sequence.slot);
-            sequence.retract();
+            sequence.retractions += 1;
             self.waiting.push_back(sequence);
         }
     }

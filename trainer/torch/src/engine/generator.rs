@@ -5,6 +5,7 @@ use std::path::Path;
 
 use driftless_bridge::sglang::server::{Checksums, Ended, Generator, Job, Updated};
 use driftless_bridge::sglang::{DiskUpdate, Feature, Load, checksums_of};
+use driftless_store::chain_text;
 use driftless_transport::Checkpoint;
 
 use super::batcher::Batcher;
@@ -40,12 +41,12 @@ impl Generator for Batcher {
     }
 
     fn step(&mut self) -> bool {
-        if self.paused || !self.has_work() {
+        if self.paused || (self.running.is_empty() && self.waiting.is_empty()) {
             return false;
         }
         if let Err(error) = tch::no_grad(|| self.pass()) {
-            tracing::error!(error = %chain(&error), "generation failed");
-            self.fail_all(&chain(&error));
+            tracing::error!(error = %chain_text(&error), "generation failed");
+            self.fail_all(&chain_text(&error));
         }
         true
     }
@@ -84,8 +85,8 @@ impl Generator for Batcher {
             return Updated::WouldEnd;
         }
         if let Err(error) = self.load_from(&update.model_path) {
-            tracing::error!(path = %update.model_path.display(), error = %chain(&error), "update refused");
-            return Updated::Refused(chain(&error));
+            tracing::error!(path = %update.model_path.display(), error = %chain_text(&error), "update refused");
+            return Updated::Refused(chain_text(&error));
         }
         if let Some(version) = &update.weight_version {
             self.set_version(version);
@@ -115,7 +116,7 @@ impl Generator for Batcher {
         checksums_of(self.config.as_ref().map_err(String::clone)?, |name| {
             let found = self.model.parameters().iter().find(|parameter| parameter.name == name);
             let parameter = found.ok_or_else(|| format!("the model has no {name}"))?;
-            bytes_of(&parameter.tensor).map(Cow::Owned).map_err(|error| chain(&error))
+            bytes_of(&parameter.tensor).map(Cow::Owned).map_err(|error| chain_text(&error))
         })
     }
 
@@ -126,10 +127,4 @@ impl Generator for Batcher {
             num_used_tokens: self.used_tokens() as u64,
         }
     }
-}
-
-/// An error with its causes, for a reply or a log line.
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

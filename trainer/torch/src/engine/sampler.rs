@@ -1,5 +1,6 @@
 //! Choosing the next token of every row of a batch, with tensor operations only.
 
+use driftless_trainer::seed::mix;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
@@ -20,16 +21,6 @@ pub(super) struct Row {
     pub(super) uniform: f64,
 }
 
-impl Row {
-    fn is_greedy(&self) -> bool {
-        self.top_k == 1
-    }
-
-    fn is_plain(&self, vocabulary: i64) -> bool {
-        self.top_p >= 1.0 && self.top_k >= vocabulary && self.min_p <= 0.0
-    }
-}
-
 /// Samples one token per row of `logits` `[R, V]` (f32). Returns ids and their log-probabilities.
 ///
 /// Log-probabilities are those of the whole softmax at the row's temperature, not of the truncated
@@ -41,9 +32,10 @@ pub(super) fn sample(logits: &Tensor, rows: &[Row]) -> Result<(Vec<i64>, Vec<f32
     // One NaN would poison a row's cumulative sum, and the token would be none of the vocabulary.
     let logits = logits.f_nan_to_num(0.0, None, None)?;
     let log_probs = log_softmax(&logits, &column(rows, &logits, |row| row.temperature as f32)?)?;
-    let ids = if rows.iter().all(Row::is_greedy) {
+    let is_plain = |row: &Row| row.top_p >= 1.0 && row.top_k >= vocabulary && row.min_p <= 0.0;
+    let ids = if rows.iter().all(|row| row.top_k == 1) {
         logits.f_argmax(-1, true)?
-    } else if rows.iter().all(|row| row.is_plain(vocabulary)) {
+    } else if rows.iter().all(is_plain) {
         draw(&log_probs.f_exp()?, rows)?
     } else {
         truncated(&log_probs.f_exp()?, rows)?
@@ -93,12 +85,9 @@ fn column<T: tch::kind::Element>(rows: &[Row], like: &Tensor, of: impl Fn(&Row) 
 ///
 /// SplitMix64 (Steele, Lea, Flood 2014); 32 bits are kept so that the product with a total stays below it.
 pub(super) fn uniform(seed: i64, position: usize) -> f64 {
-    let mut z = (seed as u64)
-        .wrapping_mul(0xD129_0D4E_6AC9_2F25)
-        .wrapping_add((position as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    ((z ^ (z >> 31)) >> 32) as f64 / f64::from(1_u32 << 31) / 2.0
+    let stream = (seed as u64).wrapping_mul(0xD129_0D4E_6AC9_2F25);
+    let bits = mix(stream.wrapping_add((position as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)));
+    (bits >> 32) as f64 / f64::from(1_u32 << 31) / 2.0
 }
 
 #[cfg(test)]

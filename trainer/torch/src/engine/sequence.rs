@@ -22,7 +22,8 @@ pub(super) struct Sequence {
     pub(super) aborted: bool,
     log_probs: Vec<f32>,
     changes: Vec<(String, usize)>,
-    retractions: u32,
+    /// How often it went back to the queue: its cache was gone, its tokens stayed.
+    pub(super) retractions: u32,
     reply: oneshot::Sender<Completion>,
 }
 
@@ -52,11 +53,6 @@ impl Sequence {
         self.tokens.len() - self.prompt_tokens
     }
 
-    /// Most tokens that it can come to hold.
-    pub(super) fn longest(&self) -> usize {
-        self.prompt_tokens + self.sampling.max_new_tokens
-    }
-
     /// How to sample the next token.
     pub(super) fn row(&self) -> Row {
         Row {
@@ -83,11 +79,6 @@ impl Sequence {
         if generated > 0 {
             self.changes.push((old.to_owned(), generated));
         }
-    }
-
-    /// Back to the queue: the cache is gone, the tokens stay.
-    pub(super) fn retract(&mut self) {
-        self.retractions += 1;
     }
 
     /// Whether the client has gone.

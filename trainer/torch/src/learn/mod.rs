@@ -5,12 +5,12 @@
 mod tests;
 
 use driftless_trainer::advantage::{self, Columns};
-use driftless_trainer::learner;
+use driftless_trainer::learner::{self, Sample};
 use driftless_trainer::metrics::StepStats;
 use driftless_trainer::options::{CriticOptions, LearnOptions};
 use tch::{Kind, Tensor};
 
-use crate::batch::{Batch, Reduction, Sample, micro_batches, steps, token_weights};
+use crate::batch::{Batch, Reduction, micro_batches, steps, token_weights};
 use crate::critic::Critic;
 use crate::error::{Error, Result, input};
 use crate::loss::kl;
@@ -28,7 +28,9 @@ pub(crate) struct Packed {
 
 /// A rollout, cut into optimiser steps.
 struct Rollout<'a> {
-    samples: &'a [learner::Sample<'a>],
+    samples: &'a [Sample<'a>],
+    options: &'a LearnOptions,
+    temperature: f64,
     steps: Vec<Packed>,
 }
 
@@ -55,10 +57,33 @@ pub(crate) fn learn(
 ) -> Result<StepStats> {
     // Of a rollout that was not learned from to its end.
     policy.take_apart();
-    let mut stats = learn_own(policy, critic, batch, options, temperature)?;
-    let mut sums = sums(&mut stats).map(|sum| *sum);
+    let mut rollout = Rollout::cut(policy, &batch.samples, options, temperature)?;
+    let mut stats = StepStats::default();
+    rollout.look_back(policy)?;
+    if options.per_token() {
+        let mut known = rollout.distances(policy, &mut stats)?;
+        match (critic, options.critic()) {
+            (Some(critic), Some(of_critic)) => {
+                // The two take turns on the device.
+                policy.trained.offload()?;
+                let taught = critic.awake(|critic| rollout.teach(critic, &mut known, of_critic, &mut stats));
+                policy.trained.onload()?;
+                taught?;
+            }
+            _ => rollout.advantages(&known, policy.optimizer())?,
+        }
+    }
+    let waits = |critic: &CriticOptions| batch.rollout_id < critic.num_critic_only_steps;
+    if !options.critic().is_some_and(waits) {
+        rollout.descend(policy, &mut stats)?;
+        let next = batch.rollout_id + 1;
+        if options.ref_update_interval.is_some_and(|interval| next.is_multiple_of(interval)) {
+            policy.update_reference()?;
+        }
+    }
+    let mut sums = stats.sums().map(|sum| *sum);
     policy.optimizer().sum(&mut sums)?;
-    self::sums(&mut stats).into_iter().zip(sums).for_each(|(own, all)| *own = all);
+    stats.sums().into_iter().zip(sums).for_each(|(own, all)| *own = all);
     stats.log_prob_diff_max = policy.optimizer().largest(stats.log_prob_diff_max)?;
     let mut apart = policy.take_apart();
     policy.optimizer().sum(apart.counts())?;
@@ -82,7 +107,8 @@ pub(crate) fn learn_within_memory(
     let learned = learn(policy, critic.as_deref_mut(), batch, options, temperature);
     let Err(Error::Memory { tokens, .. }) = learned else { return learned };
     // The others have gone on, and a sample is not divided.
-    let (alone, longest) = (policy.optimizer().rank().1 == 1, longest(&batch.samples));
+    let alone = policy.optimizer().rank().1 == 1;
+    let longest = batch.samples.iter().map(|sample| sample.tokens.len()).max().unwrap_or(0);
     if !alone || tokens <= longest || steps(policy, critic.as_deref()) != before {
         return learned;
     }
@@ -95,74 +121,14 @@ pub(crate) fn learn_within_memory(
     learn(policy, critic, batch, options, temperature)
 }
 
-/// Tokens of the longest sample.
-fn longest(samples: &[learner::Sample<'_>]) -> usize {
-    samples.iter().map(|sample| sample.tokens.len()).max().unwrap_or(0)
-}
-
-/// The figures that add up over ranks. The others are the same on all, or are compared.
-fn sums(stats: &mut StepStats) -> [&mut f64; 14] {
-    [
-        &mut stats.loss,
-        &mut stats.pg_clipfrac,
-        &mut stats.ppo_kl,
-        &mut stats.kl_loss,
-        &mut stats.tis_clipfrac,
-        &mut stats.mismatch_k3,
-        &mut stats.rs_clipfrac,
-        &mut stats.opsm_clipfrac,
-        &mut stats.kl,
-        &mut stats.opd_reverse_kl,
-        &mut stats.value_loss,
-        &mut stats.value_clipfrac,
-        &mut stats.entropy,
-        &mut stats.log_prob_diff_mean,
-    ]
-}
-
-/// [`learn`], with the figures of this rank's share.
-fn learn_own(
-    policy: &mut Policy,
-    critic: Option<&mut Critic>,
-    batch: &learner::Batch<'_>,
-    options: &LearnOptions,
-    temperature: f64,
-) -> Result<StepStats> {
-    let mut rollout = Rollout::cut(policy, &batch.samples, options)?;
-    let mut stats = StepStats::default();
-    rollout.look_back(policy, options, temperature)?;
-    if options.per_token() {
-        let mut known = rollout.distances(policy, options, temperature, &mut stats)?;
-        match (critic, options.critic()) {
-            (Some(critic), Some(of_critic)) => {
-                // The two take turns on the device.
-                policy.trained.offload()?;
-                let taught =
-                    critic.awake(|critic| rollout.teach(critic, &mut known, options, of_critic, &mut stats));
-                policy.trained.onload()?;
-                taught?;
-            }
-            _ => rollout.advantages(&known, options, policy.optimizer())?,
-        }
-    }
-    let waits = |critic: &CriticOptions| batch.rollout_id < critic.num_critic_only_steps;
-    if options.critic().is_some_and(waits) {
-        return Ok(stats);
-    }
-    let share = rollout.share();
-    for step in &rollout.steps {
-        let lr = options.lr_schedule().at(policy.optimizer().steps());
-        stats.add(&policy.policy_step(&step.batches, options, temperature, lr)?, share);
-    }
-    if options.ref_update_interval.is_some_and(|interval| (batch.rollout_id + 1).is_multiple_of(interval)) {
-        policy.update_reference()?;
-    }
-    Ok(stats)
-}
-
 impl<'a> Rollout<'a> {
     /// This rank's share of each step.
-    fn cut(policy: &Policy, samples: &'a [learner::Sample<'a>], options: &LearnOptions) -> Result<Self> {
+    fn cut(
+        policy: &Policy,
+        samples: &'a [Sample<'a>],
+        options: &'a LearnOptions,
+        temperature: f64,
+    ) -> Result<Self> {
         let ids: Vec<u64> = samples.iter().map(|sample| sample.answer).collect();
         let steps = steps(&ids, options.global_batch_size.unwrap_or(usize::MAX));
         let (rank, ranks) = policy.optimizer().rank();
@@ -174,7 +140,7 @@ impl<'a> Rollout<'a> {
             }
             Ok(packed)
         });
-        Ok(Rollout { samples, steps: steps.collect::<Result<_>>()? })
+        Ok(Rollout { samples, options, temperature, steps: steps.collect::<Result<_>>()? })
     }
 
     /// Weight of a step's figures in those of the rollout.
@@ -191,7 +157,8 @@ impl<'a> Rollout<'a> {
     }
 
     /// Notes the log-probs of the old policy, unless it is the one that a single step differentiates.
-    fn look_back(&mut self, policy: &Policy, options: &LearnOptions, temperature: f64) -> Result<()> {
+    fn look_back(&mut self, policy: &Policy) -> Result<()> {
+        let (options, temperature) = (self.options, self.temperature);
         let compared = options.kl_coef > 0.0 || options.use_opd;
         if options.use_rollout_logprobs || (self.steps.len() == 1 && !compared) {
             return Ok(());
@@ -203,14 +170,9 @@ impl<'a> Rollout<'a> {
     }
 
     /// How far the old policy is from the reference and the teacher.
-    fn distances(
-        &mut self,
-        policy: &Policy,
-        options: &LearnOptions,
-        temperature: f64,
-        stats: &mut StepStats,
-    ) -> Result<Vec<Known>> {
-        let (samples, share) = (self.samples, self.share());
+    fn distances(&mut self, policy: &Policy, stats: &mut StepStats) -> Result<Vec<Known>> {
+        let (samples, options, temperature) = (self.samples, self.options, self.temperature);
+        let share = self.share();
         let known = self.batches().map(|(chosen, batch)| {
             let mut known = Known::default();
             let Some(old) = batch.old(options) else { return Ok(known) };
@@ -238,8 +200,8 @@ impl<'a> Rollout<'a> {
     }
 
     /// The advantages of every trained token, and its return.
-    fn advantages(&mut self, known: &[Known], options: &LearnOptions, optimizer: &AdamW) -> Result<()> {
-        let samples = self.samples;
+    fn advantages(&mut self, known: &[Known], optimizer: &AdamW) -> Result<()> {
+        let (samples, options) = (self.samples, self.options);
         let (mut all, mut returns, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
         for ((chosen, batch), known) in self.batches().zip(known) {
             let mut start = 0;
@@ -277,7 +239,6 @@ impl<'a> Rollout<'a> {
         &mut self,
         critic: &mut Critic,
         known: &mut [Known],
-        options: &LearnOptions,
         of_critic: &CriticOptions,
         stats: &mut StepStats,
     ) -> Result<()> {
@@ -286,11 +247,21 @@ impl<'a> Rollout<'a> {
             known.values = Vec::try_from(&values)?;
             batch.values = Some(values);
         }
-        self.advantages(known, options, &critic.trained.optimizer)?;
-        let schedule = of_critic.lr_schedule(options);
+        self.advantages(known, &critic.trained.optimizer)?;
+        let schedule = of_critic.lr_schedule(self.options);
         for step in &self.steps {
             let lr = schedule.at(critic.trained.optimizer.steps());
-            stats.add(&critic.step(&step.batches, of_critic, lr)?, self.share());
+            stats.add(critic.step(&step.batches, of_critic, lr)?, self.share());
+        }
+        Ok(())
+    }
+
+    /// The policy's steps.
+    fn descend(&self, policy: &mut Policy, stats: &mut StepStats) -> Result<()> {
+        for step in &self.steps {
+            let lr = self.options.lr_schedule().at(policy.optimizer().steps());
+            let own = policy.policy_step(&step.batches, self.options, self.temperature, lr)?;
+            stats.add(own, self.share());
         }
         Ok(())
     }
@@ -310,7 +281,7 @@ fn normalize(advantages: &[f32], add_up: impl Fn(&mut [f64]) -> Result<()>) -> R
 }
 
 /// The teacher's log-probs `[M]` of a micro-batch's trained tokens, from the log.
-fn logged(samples: &[learner::Sample<'_>], chosen: &[usize], like: &Tensor) -> Result<Tensor> {
+fn logged(samples: &[Sample<'_>], chosen: &[usize], like: &Tensor) -> Result<Tensor> {
     let mut column = Vec::new();
     for sample in chosen.iter().map(|&index| &samples[index]) {
         let found = sample.teacher_log_probs;
@@ -329,30 +300,21 @@ fn logged(samples: &[learner::Sample<'_>], chosen: &[usize], like: &Tensor) -> R
 }
 
 /// Samples as packed micro-batches of one optimiser step. Columns are read where they lie.
-pub(crate) fn pack(model: &Model, samples: &[learner::Sample<'_>], options: &LearnOptions) -> Result<Packed> {
+pub(crate) fn pack(model: &Model, samples: &[Sample<'_>], options: &LearnOptions) -> Result<Packed> {
     pack_share(model, samples, options, 0, 1)
 }
 
 /// The share that one of so many ranks has of them.
 fn pack_share(
     model: &Model,
-    samples: &[learner::Sample<'_>],
+    samples: &[Sample<'_>],
     options: &LearnOptions,
     rank: usize,
     ranks: usize,
 ) -> Result<Packed> {
-    let samples = samples.iter().map(|sample| Sample {
-        tokens: sample.tokens,
-        prompt_len: sample.prompt_len,
-        loss_mask: sample.loss_mask,
-        log_probs: sample.log_probs,
-        answer: sample.answer,
-        advantage: sample.advantage,
-    });
-    let samples: Vec<_> = samples.collect();
     let reduction =
         if options.calculate_per_token_loss { Reduction::PerToken } else { Reduction::PerRollout };
-    let weights = token_weights(&samples, reduction);
+    let weights = token_weights(samples, reduction);
     let lengths: Vec<_> = samples.iter().map(|sample| sample.tokens.len()).collect();
     let most = options.micro_batch_size.unwrap_or(usize::MAX);
     let operations = options.balance_data.then(|| model.config().operations());

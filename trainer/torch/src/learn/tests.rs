@@ -11,6 +11,7 @@ use crate::optimizer::AdamWOptions;
 use crate::ranks::Ranks;
 use crate::ranks::tests::on_ranks;
 use crate::tasks::tiny;
+use crate::trained::Trained;
 
 /// So large that a step of AdamW with this rate is the gradient itself.
 const EPS: f64 = 1e6;
@@ -259,11 +260,11 @@ fn advantages_by_token_are_made_of_what_the_models_say() {
         .with_kl_loss_type(Kl::K2)
         .with_use_opd(true)
         .with_opd_kl_coef(0.5);
-    let mut rollout = Rollout::cut(&policy, &all, &options).unwrap();
+    let mut rollout = Rollout::cut(&policy, &all, &options, TEMPERATURE).unwrap();
     let mut stats = StepStats::default();
-    rollout.look_back(&policy, &options, TEMPERATURE).unwrap();
-    let known = rollout.distances(&policy, &options, TEMPERATURE, &mut stats).unwrap();
-    rollout.advantages(&known, &options, policy.optimizer()).unwrap();
+    rollout.look_back(&policy).unwrap();
+    let known = rollout.distances(&policy, &mut stats).unwrap();
+    rollout.advantages(&known, policy.optimizer()).unwrap();
 
     // Sample by sample, in f64.
     let teacher = Policy::new(model(9), Kind::Float, AdamWOptions::default()).unwrap();
@@ -338,7 +339,8 @@ fn critic(dir: &std::path::Path) -> (Critic, LearnOptions) {
     driftless_transport::checkpoint::write_checkpoint(dir, &snapshot, 1 << 30).unwrap();
     let of_critic = CriticOptions::default().with_critic_lr(1e-2).with_value_clip(1e9);
     let model = Model::open_critic(dir, Kind::Float, Device::Cpu).unwrap();
-    let critic = Critic::new(model, Kind::Float, AdamWOptions::default()).unwrap();
+    let critic =
+        Critic::of(Trained::new(model, Kind::Float, AdamWOptions::default(), None).unwrap()).unwrap();
     let options = options().with_advantage_estimator(Estimator::Ppo).with_critic(of_critic);
     (critic, options)
 }
@@ -387,7 +389,8 @@ fn critic_that_is_written_is_one_that_is_loaded() {
     let snapshot = crate::snapshot::of_critic(&critic, &start).unwrap();
     driftless_transport::checkpoint::write_checkpoint(dir.path().join("critic"), &snapshot, 1 << 30).unwrap();
     let model = Model::open_critic(&dir.path().join("critic"), Kind::Float, Device::Cpu).unwrap();
-    let mut loaded = Critic::new(model, Kind::Float, AdamWOptions::default()).unwrap();
+    let mut loaded =
+        Critic::of(Trained::new(model, Kind::Float, AdamWOptions::default(), None).unwrap()).unwrap();
     let found = values(&mut loaded, &all, &options);
     assert!(found.iter().any(|value| value.abs() > 1e-3));
     assert_eq!(found, values(&mut critic, &all, &options));
@@ -404,13 +407,13 @@ fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> Learned {
     // Sums in another order differ in the last bits; where there is next to no gradient, division by its own size
     // would make a step of them.
     let adamw = AdamWOptions { clip_grad: 0.5, eps: 1e-4, ..AdamWOptions::default() };
-    let policy = Policy::shared(model(7), Kind::Float, adamw, ranks).unwrap();
+    let policy = Policy::of(Trained::new(model(7), Kind::Float, adamw, ranks).unwrap());
     let mut policy = policy.with_reference(model(8), false).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let mut taught = options.critic().map(|_| {
         critic(dir.path());
         let trunk = Model::open_critic(dir.path(), Kind::Float, Device::Cpu).unwrap();
-        Critic::shared(trunk, Kind::Float, adamw, ranks).unwrap()
+        Critic::of(Trained::new(trunk, Kind::Float, adamw, ranks).unwrap()).unwrap()
     });
     let step =
         |_| learn(&mut policy, taught.as_mut(), &rollout(whole(&generations)), options, TEMPERATURE).unwrap();
@@ -443,7 +446,7 @@ fn ranks_learn_what_one_does() {
                     assert!(norms < 1e-5, "{ranks} ranks: gradient norms {norms} apart");
                     let furthest = (found.log_prob_diff_max - expected.log_prob_diff_max).abs();
                     assert!(furthest < 1e-6, "{ranks} ranks: {furthest}");
-                    for (found, expected) in sums(&mut found).into_iter().zip(sums(&mut expected)) {
+                    for (found, expected) in found.sums().into_iter().zip(expected.sums()) {
                         let apart = (*found - *expected).abs();
                         assert!(apart < 1e-6, "{ranks} ranks: {found} {expected}, {options:?}");
                     }

@@ -147,8 +147,7 @@ pub fn policy_loss(
     let Surrogate { losses, clipped } = surrogate(new, &log_ratio, tokens, options)?;
     let behind = if options.use_rollout_logprobs { &now } else { old }.f_sub(&tokens.rollout_log_probs)?;
     let zero = now.f_zeros_like()?;
-    let Corrected { mut losses, tis_clipped, rejected, opsm_clipped } =
-        corrected(losses, &behind, tokens, options)?;
+    let (mut losses, [tis_clipped, rejected, opsm_clipped]) = corrected(losses, &behind, tokens, options)?;
     let mut kl_loss = zero.shallow_clone();
     if options.use_kl_loss {
         let reference = tokens.reference.as_ref().ok_or_else(|| missing("reference log-probs", "KL term"))?;
@@ -181,34 +180,32 @@ pub fn policy_loss(
     })
 }
 
-/// Losses after what is done about samples and engines that are too far away; all `[m]`.
-struct Corrected {
-    losses: Tensor,
-    tis_clipped: Tensor,
-    rejected: Tensor,
-    opsm_clipped: Tensor,
-}
-
-/// `behind` `[m]` is trainer's − engine's log-prob.
-fn corrected(losses: Tensor, behind: &Tensor, tokens: &Tokens, options: &LearnOptions) -> Result<Corrected> {
+/// Losses after what is done about samples and engines that are too far away, and where that was: importance weights
+/// out of bounds, rejected tokens, masked samples; all `[m]`. `behind` `[m]` is trainer's − engine's log-prob.
+fn corrected(
+    mut losses: Tensor,
+    behind: &Tensor,
+    tokens: &Tokens,
+    options: &LearnOptions,
+) -> Result<(Tensor, [Tensor; 3])> {
     let zero = || behind.f_zeros_like();
-    let mut all = Corrected { losses, tis_clipped: zero()?, rejected: zero()?, opsm_clipped: zero()? };
+    let [mut tis_clipped, mut rejected, mut opsm_clipped] = [zero()?, zero()?, zero()?];
     if options.use_opsm {
         let far = tokens.of_sample("mask of samples")?.ratio.f_neg()?.f_gt(options.opsm_delta)?;
-        all.opsm_clipped = far.f_logical_and(&tokens.advantages.f_lt(0.0)?)?.f_to_kind(Kind::Float)?;
-        all.losses = all.losses.f_mul(&all.opsm_clipped.f_rsub_scalar(1.0)?)?;
+        opsm_clipped = far.f_logical_and(&tokens.advantages.f_lt(0.0)?)?.f_to_kind(Kind::Float)?;
+        losses = losses.f_mul(&opsm_clipped.f_rsub_scalar(1.0)?)?;
     }
     if options.use_tis {
         let (weights, out) = mismatch::weights(options, behind, tokens)?;
-        all.losses = all.losses.f_mul(&weights)?;
-        all.tis_clipped = out;
+        losses = losses.f_mul(&weights)?;
+        tis_clipped = out;
     }
     if options.use_rs {
         let kept = mismatch::kept(options, behind, tokens)?;
-        all.losses = all.losses.f_mul(&kept)?;
-        all.rejected = kept.f_rsub_scalar(1.0)?;
+        losses = losses.f_mul(&kept)?;
+        rejected = kept.f_rsub_scalar(1.0)?;
     }
-    Ok(all)
+    Ok((losses, [tis_clipped, rejected, opsm_clipped]))
 }
 
 fn bounded(log_ratio: &Tensor) -> Result<Tensor> {

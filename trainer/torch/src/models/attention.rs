@@ -49,7 +49,7 @@ pub(super) fn whole(qkv: [Tensor; 3], layout: &Layout) -> Result<Attended> {
 /// The same, with no way back.
 pub(super) fn whole_once(qkv: [Tensor; 3], layout: &Layout) -> Result<Tensor> {
     match flash::takes(&qkv[0]) {
-        true => Ok(Flash::forward(qkv, &layout.bounds)?.mixed().shallow_clone()),
+        true => Ok(Flash::forward(qkv, &layout.bounds)?.mixed),
         false => runs(&qkv, &layout.runs),
     }
 }
@@ -58,7 +58,7 @@ impl Attended {
     /// What each query attends to.
     pub(super) fn mixed(&self) -> Tensor {
         match self {
-            Attended::Flash(flash) => flash.mixed().shallow_clone(),
+            Attended::Flash(flash) => flash.mixed.shallow_clone(),
             Attended::Noted { mixed, .. } => mixed.detach(),
         }
     }

@@ -48,12 +48,6 @@ impl KvCache {
         Ok(KvCache { layers, lengths: vec![0; slots], capacity, longest: config.max_position_embeddings })
     }
 
-    /// Number of slots.
-    #[must_use]
-    pub fn slots(&self) -> usize {
-        self.lengths.len()
-    }
-
     /// Tokens held for a slot; 0 for a slot that does not exist.
     #[must_use]
     pub fn length(&self, slot: usize) -> usize {
@@ -73,7 +67,7 @@ impl KvCache {
         let mut starts = Vec::with_capacity(slots.len());
         for (row, &slot) in slots.iter().enumerate() {
             let held = self.lengths.get(slot).copied();
-            let start = held.ok_or_else(|| input("slot", format!("0..{}", self.slots()), slot))?;
+            let start = held.ok_or_else(|| input("slot", format!("0..{}", self.lengths.len()), slot))?;
             if slots[..row].contains(&slot) {
                 return Err(input("slots", "each slot once", slot));
             }

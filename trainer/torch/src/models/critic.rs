@@ -23,19 +23,14 @@ impl Model {
         let config = Config::open_critic(checkpoint_dir)?;
         let checkpoint = Checkpoint::open(checkpoint_dir)?;
         check_depth(&config, &checkpoint)?;
-        let head = (VALUE_HEAD.to_owned(), vec![1, config.hidden_size]);
         let mut tensors = config.tensors();
         tensors.retain(|(name, _)| name != "lm_head.weight");
+        tensors.push((VALUE_HEAD.to_owned(), vec![1, config.hidden_size]));
         let fresh = checkpoint.position(VALUE_HEAD).is_none();
-        if !fresh {
-            tensors.push(head.clone());
-        }
-        let places = locate(&tensors, &["lm_head.weight"], &checkpoint)?;
-        let zeros = || Ok(Tensor::f_zeros(&head.1, (Kind::Float, Device::Cpu))?);
-        let weights = places.iter().map(|&index| read(&checkpoint, index)).chain(fresh.then(zeros));
-        if fresh {
-            tensors.push(head.clone());
-        }
+        let stored = tensors.len() - usize::from(fresh);
+        let places = locate(&tensors[..stored], &["lm_head.weight"], &checkpoint)?;
+        let zeros = Tensor::f_zeros([1, config.hidden_size], (Kind::Float, Device::Cpu))?;
+        let weights = places.iter().map(|&index| read(&checkpoint, index)).chain(fresh.then_some(Ok(zeros)));
         Model::build(config, &tensors, kind, device, weights)
     }
 }

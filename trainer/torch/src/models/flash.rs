@@ -24,8 +24,10 @@ pub(super) fn takes(query: &Tensor) -> bool {
 #[derive(Debug)]
 pub(super) struct Flash {
     qkv: [Tensor; 3],
-    bounds: Bounds,
-    mixed: Tensor,
+    starts: Tensor,
+    longest: i64,
+    /// What each query attends to.
+    pub(super) mixed: Tensor,
     log_sums: Tensor,
     /// State of the dropout that there is none of.
     random: [Tensor; 2],
@@ -37,32 +39,15 @@ impl Flash {
         let [query, key, value] = qkv.each_ref().map(Value::Tensor);
         let starts = Value::MaybeTensor(Some(&bounds.starts));
         let longest = Value::Int(bounds.longest);
-        let arguments = [
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            longest,
-            longest,
-            // Dropout; causal; no mask to look at.
-            Value::Float(0.0),
-            Value::Bool(true),
-            Value::Bool(false),
-            // Scale, both ends of the window, used keys, slopes: as they are by default.
-            absent,
-            absent,
-            absent,
-            absent,
-            absent,
-        ];
-        let found = call::<5>(c"aten::_flash_attention_forward", c"", &arguments)?;
+        let (dropout, causal, mask) = (Value::Float(0.0), Value::Bool(true), Value::Bool(false));
+        let mut arguments = vec![query, key, value, starts, starts, longest, longest, dropout, causal, mask];
+        // Scale, both ends of the window, used keys, slopes: as they are by default.
+        arguments.extend([absent; 5]);
+        let found = call(c"aten::_flash_attention_forward", c"", &arguments)?;
         let [mixed, log_sums, state, unused, _] = found;
-        Ok(Flash { qkv, bounds: bounds.shallow_clone(), mixed, log_sums, random: [state, unused] })
-    }
-
-    pub(super) fn mixed(&self) -> &Tensor {
-        &self.mixed
+        let Bounds { starts, longest } = bounds;
+        let (starts, longest) = (starts.shallow_clone(), *longest);
+        Ok(Flash { qkv, starts, longest, mixed, log_sums, random: [state, unused] })
     }
 
     /// Gradients of queries, keys and values.
@@ -70,28 +55,14 @@ impl Flash {
         let gradient = gradient.f_contiguous()?;
         let absent = Value::MaybeTensor(None);
         let [query, key, value] = self.qkv.each_ref().map(Value::Tensor);
-        let starts = Value::Tensor(&self.bounds.starts);
-        let longest = Value::Int(self.bounds.longest);
+        let starts = Value::Tensor(&self.starts);
+        let longest = Value::Int(self.longest);
         let [state, unused] = self.random.each_ref().map(Value::Tensor);
-        let arguments = [
-            Value::Tensor(&gradient),
-            query,
-            key,
-            value,
-            Value::Tensor(&self.mixed),
-            Value::Tensor(&self.log_sums),
-            starts,
-            starts,
-            longest,
-            longest,
-            Value::Float(0.0),
-            Value::Bool(true),
-            state,
-            unused,
-            absent,
-            absent,
-            absent,
-        ];
-        call::<3>(c"aten::_flash_attention_backward", c"", &arguments)
+        let [gradient, mixed, log_sums] = [&gradient, &self.mixed, &self.log_sums].map(Value::Tensor);
+        let (dropout, causal) = (Value::Float(0.0), Value::Bool(true));
+        let mut arguments =
+            vec![gradient, query, key, value, mixed, log_sums, starts, starts, longest, longest];
+        arguments.extend([dropout, causal, state, unused, absent, absent, absent]);
+        call(c"aten::_flash_attention_backward", c"", &arguments)
     }
 }

@@ -9,20 +9,16 @@ use crate::libtorch::Rest;
 /// The gradients of all weights of a model, added up in f32 over micro-batches.
 #[derive(Debug)]
 pub(crate) struct Gradients {
-    flat: Tensor,
+    /// All of them.
+    pub(crate) flat: Tensor,
     rest: Rest,
 }
 
 impl Gradients {
     /// Zeros, beside the weights.
     pub(crate) fn new(model: &Model) -> Result<Gradients> {
-        let flat = Tensor::f_zeros(model.flat().size(), (Kind::Float, model.device()))?;
+        let flat = Tensor::f_zeros(model.flat.size(), (Kind::Float, model.device()))?;
         Ok(Gradients { flat, rest: Rest::default() })
-    }
-
-    /// All of them.
-    pub(crate) fn flat(&self) -> &Tensor {
-        &self.flat
     }
 
     /// Moves the buffer.

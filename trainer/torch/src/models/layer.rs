@@ -7,13 +7,11 @@ use super::attention::Attended;
 use super::gradients::Gradients;
 use super::parts::Linear;
 use super::weights::{Weight, Weights};
-use crate::config::Config;
 use crate::error::Result;
 use crate::ops::{Angles, HeadNorms, Heads, Ops};
 
 #[derive(Debug)]
 pub(super) struct Layer {
-    heads: Heads,
     input_norm: Weight,
     /// Of queries and keys, in families that have them.
     head_norms: Option<[Weight; 2]>,
@@ -35,7 +33,7 @@ pub(super) struct Kept<A> {
 }
 
 impl Layer {
-    pub(super) fn new(config: &Config, weights: &Weights<'_>, index: i64) -> Result<Layer> {
+    pub(super) fn new(weights: &Weights<'_>, index: i64) -> Result<Layer> {
         let name = |part: &str| format!("model.layers.{index}.{part}");
         let linear = |parts: &[&str]| {
             let names =
@@ -47,11 +45,6 @@ impl Layer {
         let query_norm = weights.find(&name("self_attn.q_norm.weight"))?;
         let key_norm = weights.find(&name("self_attn.k_norm.weight"))?;
         Ok(Layer {
-            heads: Heads {
-                heads: config.num_attention_heads,
-                kv_heads: config.num_key_value_heads,
-                head_dim: config.head_dim,
-            },
             input_norm: weights.get(&name("input_layernorm.weight"))?,
             head_norms: query_norm.zip(key_norm).map(|(query, key)| [query, key]),
             qkv: linear(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,
@@ -72,7 +65,7 @@ impl Layer {
         attend: impl FnOnce([Tensor; 3]) -> Result<(Tensor, A)>,
     ) -> Result<(Tensor, Kept<A>)> {
         let qkv = self.qkv.forward(&ops.norm(x, &self.input_norm.tensor)?)?;
-        let (mixed, attended) = attend(ops.turn(&qkv, self.head_norms(), angles, self.heads)?)?;
+        let (mixed, attended) = attend(ops.turn(&qkv, self.head_norms(), angles)?)?;
         let middle = x.f_add(&self.output.forward(&mixed.f_flatten(-2, -1)?)?)?;
         let gate_up = self.gate_up.forward(&ops.norm(&middle, &self.mlp_norm.tensor)?)?;
         let y = middle.f_add(&self.down.forward(&ops.gate(&gate_up)?)?)?;
@@ -99,10 +92,10 @@ impl Layer {
         gradients.add(norm, &of_norm)?;
 
         let of_mixed = self.output.backward(&of_middle, &attended.mixed().f_flatten(-2, -1)?, gradients)?;
-        let Heads { heads, head_dim, .. } = self.heads;
+        let Heads { heads, head_dim, .. } = ops.heads;
         let of_parts = attended.backward(&of_mixed.f_unflatten(-1, [heads, head_dim])?)?;
         let norms = self.head_norms();
-        let (of_qkv, of_norms) = ops.turn_backward(of_parts.each_ref(), &qkv, norms, angles, self.heads)?;
+        let (of_qkv, of_norms) = ops.turn_backward(of_parts.each_ref(), &qkv, norms, angles)?;
         for (norm, gradient) in self.head_norms.iter().flatten().zip(of_norms.iter().flatten()) {
             gradients.add(norm, gradient)?;
         }

@@ -61,9 +61,3 @@ impl Layout {
         Ok(Layout { positions, runs, bounds: Bounds { starts, longest } })
     }
 }
-
-impl Bounds {
-    pub(super) fn shallow_clone(&self) -> Bounds {
-        Bounds { starts: self.starts.shallow_clone(), longest: self.longest }
-    }
-}

@@ -17,7 +17,7 @@ use super::layer::Layer;
 use super::layout::Layout;
 use super::parts::Linear;
 use super::rope::Rope;
-use super::weights::{Parameter, Places, Weight, Weights, buffer, check_depth, locate, read};
+use super::weights::{Parameter, Places, Weight, Weights, check_depth, locate, read};
 use crate::config::Config;
 use crate::error::{Result, input};
 use crate::libtorch::Rest;
@@ -29,12 +29,14 @@ pub struct Model {
     config: Config,
     kind: Kind,
     device: Device,
-    places: Places,
+    /// Where each weight lies in `flat`.
+    pub(crate) places: Places,
     /// All weights.
-    flat: Tensor,
+    pub(crate) flat: Tensor,
     rest: Rest,
     pub(super) parts: Parts,
-    pub(super) ops: Ops,
+    /// What lies between its matrix products.
+    pub(crate) ops: Ops,
     rope: Rope,
 }
 
@@ -122,17 +124,8 @@ impl Model {
         })
     }
 
-    /// Moves the weights to host memory, until [`Model::onload`]. The model cannot compute meanwhile.
-    pub(crate) fn offload(&mut self) -> Result<()> {
-        self.move_to(Device::Cpu)
-    }
-
-    /// Moves the weights back to the model's device.
-    pub(crate) fn onload(&mut self) -> Result<()> {
-        self.move_to(self.device)
-    }
-
-    fn move_to(&mut self, device: Device) -> Result<()> {
+    /// Moves the weights. Elsewhere than on its device the model cannot compute.
+    pub(crate) fn move_to(&mut self, device: Device) -> Result<()> {
         self.flat = self.rest.moved(&self.flat, device)?;
         self.parts = Parts::new(&self.config, &self.places, &self.flat)?;
         Ok(())
@@ -151,7 +144,7 @@ impl Model {
             return Err(input("model kind", "Float or BFloat16", format!("{kind:?}")));
         }
         let places = Places::new(tensors);
-        let flat = buffer(&places, kind, device)?;
+        let flat = Tensor::f_zeros([places.length], (kind, device))?;
         for ((_, span), weight) in places.spans().zip(weights) {
             span.of(&flat)?.f_copy_(&weight?)?;
         }
@@ -177,16 +170,6 @@ impl Model {
     #[must_use]
     pub fn device(&self) -> Device {
         self.device
-    }
-
-    /// The buffer of all weights.
-    pub(crate) fn flat(&self) -> &Tensor {
-        &self.flat
-    }
-
-    /// Where each weight lies in it.
-    pub(crate) fn places(&self) -> &Places {
-        &self.places
     }
 
     /// All weights, sorted by name; a tied head is not listed. The tensors share memory with the model.
@@ -272,11 +255,6 @@ impl Model {
         &self.parts.head
     }
 
-    /// What lies between its matrix products.
-    pub(crate) fn ops(&self) -> &Ops {
-        &self.ops
-    }
-
     /// Logits `[…, vocab]`, f32, of hidden states `[…, hidden]`.
     ///
     /// # Errors
@@ -317,7 +295,7 @@ impl Parts {
         let parameters = places
             .spans()
             .map(|(name, span)| Ok(Parameter { name: name.to_owned(), tensor: span.of(flat)? }));
-        let layers = (0..config.num_hidden_layers).map(|index| Layer::new(config, &weights, index));
+        let layers = (0..config.num_hidden_layers).map(|index| Layer::new(&weights, index));
         let embedding = "model.embed_tokens.weight";
         let head = match weights.find(VALUE_HEAD)? {
             Some(head) => head,

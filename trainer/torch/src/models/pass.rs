@@ -17,7 +17,8 @@ pub(crate) struct Pass {
     layers: Vec<Memory>,
     /// The residual stream after the last layer.
     last: Tensor,
-    hidden: Tensor,
+    /// Last hidden states `[N, hidden]`.
+    pub(crate) hidden: Tensor,
 }
 
 /// What is kept of a layer.
@@ -27,13 +28,6 @@ enum Memory {
     Activations(Kept<Attended>),
     /// What flowed into it.
     Input(Tensor),
-}
-
-impl Pass {
-    /// Last hidden states `[N, hidden]`.
-    pub(crate) fn hidden(&self) -> &Tensor {
-        &self.hidden
-    }
 }
 
 impl Model {

@@ -106,11 +106,11 @@ fn gradients_of_every_weight_are_those_of_autograd() {
         (&expected * &gradient).sum(Kind::Float).backward();
         for recompute in [false, true] {
             let pass = model.pass(&tokens, &LENGTHS, recompute).unwrap();
-            assert!(furthest(pass.hidden(), &expected) < 1e-4, "{family:?}");
+            assert!(furthest(&pass.hidden, &expected) < 1e-4, "{family:?}");
             let mut gradients = Gradients::new(&model).unwrap();
             model.backward(pass, &gradient, &mut gradients).unwrap();
-            for (name, span) in model.places().spans() {
-                let found = span.of(gradients.flat()).unwrap();
+            for (name, span) in model.places.spans() {
+                let found = span.of(&gradients.flat).unwrap();
                 let Some(expected) = Some(leaves.0[name].grad()).filter(Tensor::defined) else {
                     assert_eq!(name, "lm_head.weight", "has no part in the hidden states");
                     assert_eq!(f64::try_from(found.abs().max()).unwrap(), 0.0);

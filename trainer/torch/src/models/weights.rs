@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use driftless_transport::snapshot::TensorInfo;
 use driftless_transport::{Dtype, Snapshot};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::config::Config;
 use crate::error::{Error, Result, input};
@@ -135,13 +135,11 @@ pub(super) fn check_depth(config: &Config, weights: &dyn Snapshot) -> Result<()>
 }
 
 fn missing(name: &str) -> Error {
-    let (expected, found) = ("one".to_owned(), "none".to_owned());
-    Error::Tensor { name: name.to_owned(), expected, found }
+    wrong(name, "one".to_owned(), "none")
 }
 
-/// A buffer for weights, filled with zeros.
-pub(super) fn buffer(places: &Places, kind: Kind, device: Device) -> Result<Tensor> {
-    Ok(Tensor::f_zeros([places.length], (kind, device))?)
+fn wrong(name: &str, expected: String, found: impl Into<String>) -> Error {
+    Error::Tensor { name: name.to_owned(), expected, found: found.into() }
 }
 
 /// Finds the model's tensors, in the order of `wanted`, after checking that `weights` are exactly the model's:
@@ -151,18 +149,13 @@ pub(super) fn locate(
     spare: &[&str],
     weights: &dyn Snapshot,
 ) -> Result<Vec<usize>> {
-    let wrong = |name: &str, expected: String, found: String| Error::Tensor {
-        name: name.to_owned(),
-        expected,
-        found,
-    };
     let mut found: BTreeMap<&str, usize> =
         weights.tensors().iter().enumerate().map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
     let mut places = Vec::new();
     for (name, shape) in wanted {
         let expected = || format!("{shape:?} of F32, BF16 or F16");
         let index = found.remove(name.as_str());
-        let index = index.ok_or_else(|| wrong(name, expected(), "nothing".to_owned()))?;
+        let index = index.ok_or_else(|| wrong(name, expected(), "nothing"))?;
         let tensor = &weights.tensors()[index];
         if kind_of(tensor.dtype).is_none() || shape_of(tensor) != *shape {
             return Err(wrong(name, expected(), format!("{:?} of {}", tensor.shape, tensor.dtype)));
@@ -171,7 +164,7 @@ pub(super) fn locate(
     }
     found.retain(|name, _| !spare.contains(name));
     match found.first_key_value() {
-        Some((surplus, _)) => Err(wrong(surplus, "no such tensor".to_owned(), "one".to_owned())),
+        Some((surplus, _)) => Err(wrong(surplus, "no such tensor".to_owned(), "one")),
         None => Ok(places),
     }
 }
@@ -236,7 +229,8 @@ mod tests {
         for (_, span) in places.spans() {
             assert_eq!(span.shape.len() > 1, span.start < places.matrices);
         }
-        let weights = Weights { places: &places, flat: &buffer(&places, Kind::Float, Device::Cpu).unwrap() };
+        let flat = Tensor::zeros([places.length], (Kind::Float, tch::Device::Cpu));
+        let weights = Weights { places: &places, flat: &flat };
         for layer in ["0", "10", "2"] {
             for kind in ["weight", "bias"] {
                 let names = ["q", "k", "v"].map(|part| name(layer, &format!("self_attn.{part}_proj.{kind}")));

@@ -1,27 +1,23 @@
 //! A CUDA device: the kernels of one model, compiled for it at run time, in the context that libtorch uses.
 #![expect(unsafe_code, reason = "the CUDA driver launches kernels on addresses")]
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use cudarc::driver::{CudaContext, CudaFunction, DriverError, result, sys};
+use cudarc::driver::{CudaContext, CudaFunction, result, sys};
 use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 
-use super::kernels::{Arguments, Kernel};
-use crate::error::{Error, Result};
+use super::kernels::{Arguments, KERNELS};
+use crate::error::{Error, Result, driver};
 
 const SOURCE: &str = include_str!("kernels.cu");
 
-/// The device and its kernels, by [`Kernel`].
+/// The device and its kernels by name.
 #[derive(Debug)]
 pub(super) struct Device {
     context: Arc<CudaContext>,
-    functions: Vec<CudaFunction>,
-}
-
-fn failed(what: &str) -> impl FnOnce(DriverError) -> Error {
-    let what = what.to_owned();
-    move |error| Error::Kernels { what, why: format!("{error:?}") }
+    functions: BTreeMap<&'static str, CudaFunction>,
 }
 
 /// Compiles the kernels for an architecture such as `compute_90`; no device is needed.
@@ -48,41 +44,41 @@ pub(super) fn compile(architecture: &str, definitions: &[String]) -> Result<Ptx>
 
 impl Device {
     pub(super) fn open(ordinal: usize, definitions: &[String]) -> Result<Self> {
-        let context = CudaContext::new(ordinal).map_err(failed("opening the device"))?;
+        let context = CudaContext::new(ordinal).map_err(driver("opening the device"))?;
         let attribute =
-            |attribute| context.attribute(attribute).map_err(failed("asking for its architecture"));
+            |attribute| context.attribute(attribute).map_err(driver("asking for its architecture"));
         let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let image = compile(&format!("compute_{major}{minor}"), definitions)?;
-        let module = context.load_module(image).map_err(failed("loading the kernels"))?;
-        let function = |kernel: Kernel| {
-            let name = kernel.name();
-            module.load_function(name).map_err(failed(&format!("loading the kernel `{name}`")))
+        let module = context.load_module(image).map_err(driver("loading the kernels"))?;
+        let function = |name: &'static str| {
+            let loaded = module.load_function(name);
+            Ok((name, loaded.map_err(driver(format!("loading the kernel `{name}`")))?))
         };
-        let functions = Kernel::ALL.map(function).into_iter().collect::<Result<_>>()?;
+        let functions = KERNELS.into_iter().map(function).collect::<Result<_>>()?;
         Ok(Self { context, functions })
     }
 
     /// Queues a kernel behind what libtorch has queued, on the stream that it uses unless told otherwise.
     ///
     /// # Safety
-    /// Addresses in `arguments` are memory of this device, with as much behind them as the kernel uses.
-    pub(super) unsafe fn launch<A: Arguments>(
+    /// `arguments` are those of the kernel's struct. Their addresses are memory of this device, with as much behind them
+    /// as the kernel uses.
+    pub(super) unsafe fn launch<const A: usize, const N: usize>(
         &self,
-        kernel: Kernel,
+        kernel: &'static str,
         blocks: u32,
         threads: u32,
-        arguments: &A,
+        arguments: &Arguments<A, N>,
     ) -> Result<()> {
-        self.context.bind_to_thread().map_err(failed("binding the context"))?;
+        self.context.bind_to_thread().map_err(driver("binding the context"))?;
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast()];
         let stream: sys::CUstream = std::ptr::null_mut();
-        let function = self.functions[kernel as usize].cu_function();
-        // SAFETY: the kernel takes one argument, of the layout that `Arguments` promises, and copies it; the
-        // rest is the caller's promise.
+        let function = self.functions[kernel].cu_function();
+        // SAFETY: the kernel takes one argument and copies it; the rest is the caller's promise.
         unsafe {
             result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), 0, stream, &mut parameters)
         }
-        .map_err(failed(&format!("launching `{}`", kernel.name())))
+        .map_err(driver(format!("launching `{kernel}`")))
     }
 }

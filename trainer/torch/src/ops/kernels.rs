@@ -22,73 +22,24 @@ const SUMMING_BLOCKS: u32 = 3 * 132;
 /// Blocks of kernels that go through everything in strides.
 const STRIDING_BLOCKS: u64 = 16 * 132;
 
-/// Kernels by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kernel {
-    NormForward,
-    NormBackward,
-    TurnForward,
-    TurnBackward,
-    GateForward,
-    GateBackward,
-    ScoresForward,
-    ScoresBackward,
-}
+/// The kernels by name.
+pub(super) const KERNELS: [&str; 8] = [
+    "norm_forward",
+    "norm_backward",
+    "turn_forward",
+    "turn_backward",
+    "gate_forward",
+    "gate_backward",
+    "scores_forward",
+    "scores_backward",
+];
 
-impl Kernel {
-    pub(super) const ALL: [Self; 8] = [
-        Self::NormForward,
-        Self::NormBackward,
-        Self::TurnForward,
-        Self::TurnBackward,
-        Self::GateForward,
-        Self::GateBackward,
-        Self::ScoresForward,
-        Self::ScoresBackward,
-    ];
-
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::NormForward => "norm_forward",
-            Self::NormBackward => "norm_backward",
-            Self::TurnForward => "turn_forward",
-            Self::TurnBackward => "turn_backward",
-            Self::GateForward => "gate_forward",
-            Self::GateBackward => "gate_backward",
-            Self::ScoresForward => "scores_forward",
-            Self::ScoresBackward => "scores_backward",
-        }
-    }
-}
-
-/// What a kernel is told.
-///
-/// # Safety
-/// Implementors are `repr(C)` and have the fields of the `struct` of the same name in `kernels.cu`.
-pub(super) unsafe trait Arguments: Copy {}
-
-macro_rules! arguments {
-    ($($name:ident { $($address:ident),+ ; $($number:ident: $type:ty),+ })+) => {$(
-        #[repr(C)]
-        #[derive(Clone, Copy)]
-        struct $name { $($address: u64,)+ $($number: $type,)+ }
-        // SAFETY: addresses, then numbers, as the struct of this name has them.
-        unsafe impl Arguments for $name {}
-    )+};
-}
-
-arguments! {
-    Norm { x, weight, y; rows: u32, eps: f32 }
-    NormBack { gradient, x, weight, rest, out, partial; rows: u32, eps: f32 }
-    Turn { qkv, query_norm, key_norm, cos, sin, query, key; rows: u32, heads: u32, kv_heads: u32, eps: f32 }
-    TurnBack {
-        query_gradient, key_gradient, value_gradient, qkv, query_norm, key_norm, cos, sin, out, partial;
-        rows: u32, heads: u32, kv_heads: u32, eps: f32
-    }
-    Gate { gate_up, out; rows: u32, width: u32 }
-    GateBack { gradient, gate_up, out, product; rows: u32, width: u32 }
-    Scores { logits, labels, log_probs, entropy, log_sum; width: u32, temperature: f32 }
-    ScoresBack { logits, labels, entropy, log_sum, gradient, entropy_gradient; width: u32, temperature: f32 }
+/// What a kernel is told: addresses, then numbers, in the order of its struct in `kernels.cu`. A float is given as its
+/// bits.
+#[repr(C)]
+pub(super) struct Arguments<const A: usize, const N: usize> {
+    addresses: [u64; A],
+    numbers: [u32; N],
 }
 
 /// What runs them.
@@ -105,6 +56,9 @@ pub(super) enum Machine {
 pub(super) struct Kernels {
     machine: Machine,
     hidden: i64,
+    heads: Heads,
+    /// Bits of an f32.
+    eps: u32,
 }
 
 /// What the compiler must know of a model.
@@ -121,19 +75,23 @@ impl Kernels {
             && config.head_dim <= HEAD_DIM_MAX
     }
 
-    pub(super) fn open(ordinal: usize, config: &Config) -> Result<Kernels> {
-        let device = device::Device::open(ordinal, &definitions(config))?;
-        Ok(Kernels::new(Machine::Device(device), config))
-    }
-
     pub(super) fn new(machine: Machine, config: &Config) -> Kernels {
-        Kernels { machine, hidden: config.hidden_size }
+        let (hidden, eps) = (config.hidden_size, (config.rms_norm_eps as f32).to_bits());
+        Kernels { machine, hidden, heads: Heads::of(config), eps }
     }
 
-    fn launch<A: Arguments>(&self, kernel: Kernel, blocks: u32, threads: u32, arguments: A) -> Result<()> {
+    fn launch<const A: usize, const N: usize>(
+        &self,
+        kernel: &'static str,
+        blocks: u32,
+        threads: u32,
+        addresses: [u64; A],
+        numbers: [u32; N],
+    ) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
+        let arguments = Arguments { addresses, numbers };
         match &self.machine {
             // SAFETY: callers give addresses of tensors of this device that live until the call is queued;
             // libtorch gives their memory only to what it queues later.
@@ -146,12 +104,12 @@ impl Kernels {
         }
     }
 
-    pub(super) fn norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    pub(super) fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         let (x, rows) = (x.f_contiguous()?, rows(x, self.hidden)?);
         let y = x.f_empty_like()?;
         let (threads, blocks) = (self.norm_threads(), rows.div_ceil(ROWS));
-        let arguments = Norm { x: at(&x), weight: at(weight), y: at(&y), rows, eps: eps as f32 };
-        self.launch(Kernel::NormForward, blocks, threads, arguments)?;
+        let addresses = [at(&x), at(weight), at(&y)];
+        self.launch("norm_forward", blocks, threads, addresses, [rows, self.eps])?;
         Ok(y)
     }
 
@@ -161,55 +119,31 @@ impl Kernels {
         x: &Tensor,
         weight: &Tensor,
         rest: Option<&Tensor>,
-        eps: f64,
     ) -> Result<(Tensor, Tensor)> {
         let (gradient, x, rows) = (gradient.f_contiguous()?, x.f_contiguous()?, rows(x, self.hidden)?);
         let rest = rest.map(Tensor::f_contiguous).transpose()?;
         let (threads, blocks) = (self.norm_threads(), rows.div_ceil(ROWS).min(SUMMING_BLOCKS));
         let (out, partial) = (x.f_empty_like()?, floats(&x, &[i64::from(blocks), self.hidden])?);
-        let arguments = NormBack {
-            gradient: at(&gradient),
-            x: at(&x),
-            weight: at(weight),
-            rest: rest.as_ref().map_or(0, at),
-            out: at(&out),
-            partial: at(&partial),
-            rows,
-            eps: eps as f32,
-        };
-        self.launch(Kernel::NormBackward, blocks, threads, arguments)?;
+        let rest = rest.as_ref().map_or(0, at);
+        let addresses = [at(&gradient), at(&x), at(weight), rest, at(&out), at(&partial)];
+        self.launch("norm_backward", blocks, threads, addresses, [rows, self.eps])?;
         Ok((out, sum(&partial)?))
     }
 
-    pub(super) fn turn(
-        &self,
-        qkv: &Tensor,
-        norms: HeadNorms<'_>,
-        angles: &Angles,
-        heads: Heads,
-        eps: f64,
-    ) -> Result<[Tensor; 3]> {
-        let Heads { heads, kv_heads, head_dim } = heads;
+    pub(super) fn turn(&self, qkv: &Tensor, norms: HeadNorms<'_>, angles: &Angles) -> Result<[Tensor; 3]> {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
         let (qkv, rows) = (qkv.f_contiguous()?, rows(qkv, (heads + 2 * kv_heads) * head_dim)?);
         let parts = qkv.f_unflatten(-1, [heads + 2 * kv_heads, head_dim])?;
         let part = |start: i64, length: i64| parts.f_narrow(-2, start, length);
         let empty = |part: Tensor| Tensor::f_empty(part.size(), (part.f_kind()?, part.device()));
         let (query, key) = (empty(part(0, heads)?)?, empty(part(heads, kv_heads)?)?);
-        let arguments = Turn {
-            qkv: at(&qkv),
-            query_norm: norms.map_or(0, |[query, _]| at(query)),
-            key_norm: norms.map_or(0, |[_, key]| at(key)),
-            cos: at(&angles.cos),
-            sin: at(&angles.sin),
-            query: at(&query),
-            key: at(&key),
-            rows,
-            heads: heads as u32,
-            kv_heads: kv_heads as u32,
-            eps: eps as f32,
-        };
+        let [query_norm, key_norm] = norms.map_or([0; 2], |norms| norms.map(at));
+        let (cos, sin) = (at(&angles.cos), at(&angles.sin));
+        let addresses = [at(&qkv), query_norm, key_norm, cos, sin, at(&query), at(&key)];
+        let numbers = [rows, heads as u32, kv_heads as u32, self.eps];
         let items = rows * (heads + kv_heads) as u32;
-        self.launch(Kernel::TurnForward, items.div_ceil(ROWS * THREADS / 32), THREADS, arguments)?;
+        let blocks = items.div_ceil(ROWS * THREADS / 32);
+        self.launch("turn_forward", blocks, THREADS, addresses, numbers)?;
         Ok([query, key, part(heads + kv_heads, kv_heads)?])
     }
 
@@ -219,33 +153,21 @@ impl Kernels {
         qkv: &Tensor,
         norms: HeadNorms<'_>,
         angles: &Angles,
-        heads: Heads,
-        eps: f64,
     ) -> Result<(Tensor, Option<[Tensor; 2]>)> {
-        let Heads { heads, kv_heads, head_dim } = heads;
+        let Heads { heads, kv_heads, head_dim } = self.heads;
         let (qkv, rows) = (qkv.f_contiguous()?, rows(qkv, (heads + 2 * kv_heads) * head_dim)?);
         let [query, key, value] = gradients;
-        let [query, key, value] = [query.f_contiguous()?, key.f_contiguous()?, value.f_contiguous()?];
+        let gradients = [query.f_contiguous()?, key.f_contiguous()?, value.f_contiguous()?];
         let items = rows * (heads + 2 * kv_heads) as u32;
         let blocks = items.div_ceil(ROWS * THREADS / 32).min(SUMMING_BLOCKS);
         let (out, partial) = (qkv.f_empty_like()?, floats(&qkv, &[i64::from(blocks), 2, head_dim])?);
-        let arguments = TurnBack {
-            query_gradient: at(&query),
-            key_gradient: at(&key),
-            value_gradient: at(&value),
-            qkv: at(&qkv),
-            query_norm: norms.map_or(0, |[query, _]| at(query)),
-            key_norm: norms.map_or(0, |[_, key]| at(key)),
-            cos: at(&angles.cos),
-            sin: at(&angles.sin),
-            out: at(&out),
-            partial: at(&partial),
-            rows,
-            heads: heads as u32,
-            kv_heads: kv_heads as u32,
-            eps: eps as f32,
-        };
-        self.launch(Kernel::TurnBackward, blocks, THREADS, arguments)?;
+        let [query, key, value] = gradients.each_ref().map(at);
+        let [query_norm, key_norm] = norms.map_or([0; 2], |norms| norms.map(at));
+        let (cos, sin) = (at(&angles.cos), at(&angles.sin));
+        let (joined, result, sums) = (at(&qkv), at(&out), at(&partial));
+        let addresses = [query, key, value, joined, query_norm, key_norm, cos, sin, result, sums];
+        let numbers = [rows, heads as u32, kv_heads as u32, self.eps];
+        self.launch("turn_backward", blocks, THREADS, addresses, numbers)?;
         let Some(_) = norms else { return Ok((out, None)) };
         let sums = sum(&partial)?;
         Ok((out, Some([sums.f_select(0, 0)?, sums.f_select(0, 1)?])))
@@ -259,8 +181,8 @@ impl Kernels {
             *last = width;
         }
         let out = Tensor::f_empty(size, (gate_up.f_kind()?, gate_up.device()))?;
-        let arguments = Gate { gate_up: at(&gate_up), out: at(&out), rows, width: width as u32 };
-        self.launch(Kernel::GateForward, strides(rows, width), THREADS, arguments)?;
+        let addresses = [at(&gate_up), at(&out)];
+        self.launch("gate_forward", strides(rows, width), THREADS, addresses, [rows, width as u32])?;
         Ok(out)
     }
 
@@ -269,15 +191,8 @@ impl Kernels {
         let (_, width) = halved(&gate_up);
         let rows = rows(&gate_up, 2 * width)?;
         let (out, product) = (gate_up.f_empty_like()?, gradient.f_empty_like()?);
-        let arguments = GateBack {
-            gradient: at(&gradient),
-            gate_up: at(&gate_up),
-            out: at(&out),
-            product: at(&product),
-            rows,
-            width: width as u32,
-        };
-        self.launch(Kernel::GateBackward, strides(rows, width), THREADS, arguments)?;
+        let addresses = [at(&gradient), at(&gate_up), at(&out), at(&product)];
+        self.launch("gate_backward", strides(rows, width), THREADS, addresses, [rows, width as u32])?;
         Ok((out, product))
     }
 
@@ -286,16 +201,9 @@ impl Kernels {
         let (rows, width) = logits.size2()?;
         let found = [floats(logits, &[rows])?, floats(logits, &[rows])?, floats(logits, &[rows])?];
         let [log_probs, entropy, log_sum] = found.each_ref().map(at);
-        let arguments = Scores {
-            logits: at(logits),
-            labels: at(labels),
-            log_probs,
-            entropy,
-            log_sum,
-            width: width as u32,
-            temperature: temperature as f32,
-        };
-        self.launch(Kernel::ScoresForward, rows as u32, SCORE_THREADS, arguments)?;
+        let addresses = [at(logits), at(labels), log_probs, entropy, log_sum];
+        let numbers = [width as u32, (temperature as f32).to_bits()];
+        self.launch("scores_forward", rows as u32, SCORE_THREADS, addresses, numbers)?;
         Ok(found)
     }
 
@@ -312,17 +220,10 @@ impl Kernels {
         let (rows, width) = logits.size2()?;
         let gradient = gradients.0.f_contiguous()?;
         let entropy_gradient = gradients.1.map(Tensor::f_contiguous).transpose()?;
-        let arguments = ScoresBack {
-            logits: at(logits),
-            labels: at(labels),
-            entropy: at(entropy),
-            log_sum: at(log_sum),
-            gradient: at(&gradient),
-            entropy_gradient: entropy_gradient.as_ref().map_or(0, at),
-            width: width as u32,
-            temperature: temperature as f32,
-        };
-        self.launch(Kernel::ScoresBackward, rows as u32, SCORE_THREADS, arguments)
+        let (gradient, of_entropy) = (at(&gradient), entropy_gradient.as_ref().map_or(0, at));
+        let addresses = [at(logits), at(labels), at(entropy), at(log_sum), gradient, of_entropy];
+        let numbers = [width as u32, (temperature as f32).to_bits()];
+        self.launch("scores_backward", rows as u32, SCORE_THREADS, addresses, numbers)
     }
 
     fn norm_threads(&self) -> u32 {
@@ -330,7 +231,7 @@ impl Kernels {
     }
 }
 
-/// Where a tensor's first element lies.
+/// Where a tensor's first element lies, as long as the tensor is there.
 fn at(tensor: &Tensor) -> u64 {
     tensor.data_ptr() as u64
 }

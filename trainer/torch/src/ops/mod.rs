@@ -16,13 +16,14 @@ use tch::{Device, Kind, Tensor};
 
 use crate::config::Config;
 use crate::error::Result;
-use kernels::Kernels;
+use kernels::{Kernels, Machine, definitions};
 pub(crate) use plain::pull;
 
 /// Ways through these operations for one model.
 #[derive(Clone, Debug)]
 pub(crate) struct Ops {
     kernels: Option<Arc<Kernels>>,
+    pub(crate) heads: Heads,
     eps: f64,
 }
 
@@ -39,6 +40,13 @@ pub(crate) struct Heads {
     pub(crate) heads: i64,
     pub(crate) kv_heads: i64,
     pub(crate) head_dim: i64,
+}
+
+impl Heads {
+    fn of(config: &Config) -> Heads {
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        Heads { heads, kv_heads, head_dim: config.head_dim }
+    }
 }
 
 /// Weights `[head_dim]` that queries and keys are normalised with.
@@ -68,11 +76,12 @@ impl Ops {
     pub(crate) fn new(config: &Config, kind: Kind, device: Device) -> Result<Ops> {
         let kernels = match device {
             Device::Cuda(index) if kind == Kind::BFloat16 && Kernels::take(config) => {
-                Some(Arc::new(Kernels::open(index, config)?))
+                let device = device::Device::open(index, &definitions(config))?;
+                Some(Arc::new(Kernels::new(Machine::Device(device), config)))
             }
             _ => None,
         };
-        Ok(Ops { kernels, eps: config.rms_norm_eps })
+        Ok(Ops { kernels, heads: Heads::of(config), eps: config.rms_norm_eps })
     }
 
     /// Kind of the tables that [`Angles`] are rows of, for a model of this kind.
@@ -83,7 +92,7 @@ impl Ops {
     /// RMSNorm over the last dimension: `x / sqrt(mean(x²) + eps) × weight`.
     pub(crate) fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         match &self.kernels {
-            Some(kernels) => kernels.norm(x, weight, self.eps),
+            Some(kernels) => kernels.norm(x, weight),
             None => plain::norm(x, weight, self.eps),
         }
     }
@@ -97,7 +106,7 @@ impl Ops {
         rest: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
         if let Some(kernels) = &self.kernels {
-            return kernels.norm_backward(gradient, x, weight, rest, self.eps);
+            return kernels.norm_backward(gradient, x, weight, rest);
         }
         let forward = |[x, weight]: [&Tensor; 2]| Ok(vec![plain::norm(x, weight, self.eps)?]);
         let [own, of_weight] = plain::backward([x, weight], &[gradient], forward)?;
@@ -107,16 +116,10 @@ impl Ops {
 
     /// Queries, keys and values `[…, heads, head_dim]`: the first two normed, if the model does that, and
     /// rotated by their positions.
-    pub(crate) fn turn(
-        &self,
-        qkv: &Tensor,
-        norms: HeadNorms<'_>,
-        angles: &Angles,
-        heads: Heads,
-    ) -> Result<[Tensor; 3]> {
+    pub(crate) fn turn(&self, qkv: &Tensor, norms: HeadNorms<'_>, angles: &Angles) -> Result<[Tensor; 3]> {
         match &self.kernels {
-            Some(kernels) => kernels.turn(qkv, norms, angles, heads, self.eps),
-            None => plain::turn(qkv, norms, angles, heads, self.eps),
+            Some(kernels) => kernels.turn(qkv, norms, angles),
+            None => plain::turn(qkv, norms, angles, self.heads, self.eps),
         }
     }
 
@@ -127,23 +130,19 @@ impl Ops {
         qkv: &Tensor,
         norms: HeadNorms<'_>,
         angles: &Angles,
-        heads: Heads,
     ) -> Result<(Tensor, Option<[Tensor; 2]>)> {
         if let Some(kernels) = &self.kernels {
-            return kernels.turn_backward(gradients, qkv, norms, angles, heads, self.eps);
+            return kernels.turn_backward(gradients, qkv, norms, angles);
         }
+        let forward = |qkv: &Tensor, norms: HeadNorms<'_>| {
+            plain::turn(qkv, norms, angles, self.heads, self.eps).map(Vec::from)
+        };
         let Some([query, key]) = norms else {
-            let forward = |[qkv]: [&Tensor; 1]| {
-                plain::turn(qkv, None, angles, heads, self.eps).map(|parts| parts.into_iter().collect())
-            };
-            let [own] = plain::backward([qkv], &gradients, forward)?;
+            let [own] = plain::backward([qkv], &gradients, |[qkv]| forward(qkv, None))?;
             return Ok((own, None));
         };
-        let forward = |[qkv, query, key]: [&Tensor; 3]| {
-            let parts = plain::turn(qkv, Some([query, key]), angles, heads, self.eps)?;
-            Ok(parts.into_iter().collect())
-        };
-        let [own, query, key] = plain::backward([qkv, query, key], &gradients, forward)?;
+        let normed = |[qkv, query, key]: [&Tensor; 3]| forward(qkv, Some([query, key]));
+        let [own, query, key] = plain::backward([qkv, query, key], &gradients, normed)?;
         Ok((own, Some([query.f_to_kind(Kind::Float)?, key.f_to_kind(Kind::Float)?])))
     }
 

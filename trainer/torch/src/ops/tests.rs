@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use driftless_testkit::compiler::missing;
 use tch::{Device, Kind, Tensor};
 
-use super::kernels::{Arguments, Kernel, Kernels, Machine, definitions};
+use super::kernels::{Arguments, Kernels, Machine, definitions};
 use super::{Angles, Heads, Ops, device};
 use crate::config::Config;
 use crate::tasks::tiny;
@@ -58,19 +58,24 @@ impl Twin {
     }
 
     /// Runs a kernel. They keep state: one runs at a time.
-    pub(super) fn launch<A: Arguments>(&self, kernel: Kernel, blocks: u32, threads: u32, arguments: &A) {
+    pub(super) fn launch<const A: usize, const N: usize>(
+        &self,
+        kernel: &'static str,
+        blocks: u32,
+        threads: u32,
+        arguments: &Arguments<A, N>,
+    ) {
         static ONE: Mutex<()> = Mutex::new(());
         let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let name = CString::new(kernel.name()).unwrap();
+        let name = CString::new(kernel).unwrap();
         let arguments = std::ptr::from_ref(arguments).cast_mut().cast();
         // SAFETY: the arguments are the kernel's, and addresses in them of this process's tensors.
         let unknown = unsafe { (self.launch)(name.as_ptr(), blocks, threads, arguments) };
-        assert_eq!(unknown, 0, "{kernel:?} is not in twin.cpp");
+        assert_eq!(unknown, 0, "{kernel} is not in twin.cpp");
     }
 }
 
 const EPS: f64 = 1e-6;
-const HEADS: Heads = Heads { heads: 3, kv_heads: 2, head_dim: 24 };
 /// Of bf16, relative to the largest value.
 const CLOSE: f64 = 0.01;
 
@@ -81,7 +86,7 @@ fn config(hidden_size: i64, head_dim: i64) -> Config {
         intermediate_size: 48,
         num_hidden_layers: 1,
         num_attention_heads: 3,
-        num_key_value_heads: 1,
+        num_key_value_heads: 2,
         head_dim,
         rms_norm_eps: EPS,
         initializer_range: 0.1,
@@ -93,7 +98,7 @@ fn config(hidden_size: i64, head_dim: i64) -> Config {
 fn both(hidden: i64, head_dim: i64) -> Option<[Ops; 2]> {
     let config = config(hidden, head_dim);
     let kernels = Kernels::new(Machine::Twin(Twin::compile(&config)?), &config);
-    Some([Some(kernels.into()), None].map(|kernels| Ops { kernels, eps: EPS }))
+    Some([Some(kernels.into()), None].map(|kernels| Ops { kernels, heads: Heads::of(&config), eps: EPS }))
 }
 
 /// Numbers that bf16 can hold.
@@ -141,7 +146,6 @@ fn norms_of_every_width_are_those_of_libtorch() {
 #[test]
 fn queries_and_keys_are_turned_as_by_libtorch() {
     for head_dim in [16, 24, 64, 128, 256] {
-        let heads = Heads { head_dim, ..HEADS };
         let Some([kernels, plain]) = both(64, head_dim) else { return };
         let rows = 5;
         let qkv = numbers(&[rows, 7 * head_dim], 1);
@@ -154,16 +158,14 @@ fn queries_and_keys_are_turned_as_by_libtorch() {
             let what = format!("heads of {head_dim}, normed {}", norms.is_some());
             let wide_norms = norms.map(|norms| norms.map(wide));
             let wide_norms = wide_norms.as_ref().map(|norms| norms.each_ref());
-            let found = kernels.turn(&qkv, norms, &angles, heads).unwrap();
-            let expected = plain.turn(&wide(&qkv), wide_norms, &angles, heads).unwrap();
+            let found = kernels.turn(&qkv, norms, &angles).unwrap();
+            let expected = plain.turn(&wide(&qkv), wide_norms, &angles).unwrap();
             for (found, expected) in found.iter().zip(&expected) {
                 close(&what, found, expected);
             }
-            let (own, of_norms) =
-                kernels.turn_backward(gradients.each_ref(), &qkv, norms, &angles, heads).unwrap();
-            let expected = plain
-                .turn_backward(wide_gradients.each_ref(), &wide(&qkv), wide_norms, &angles, heads)
-                .unwrap();
+            let (own, of_norms) = kernels.turn_backward(gradients.each_ref(), &qkv, norms, &angles).unwrap();
+            let expected =
+                plain.turn_backward(wide_gradients.each_ref(), &wide(&qkv), wide_norms, &angles).unwrap();
             close(&what, &own, &expected.0);
             assert_eq!(of_norms.is_some(), norms.is_some());
             for (found, expected) in of_norms.iter().flatten().zip(expected.1.iter().flatten()) {
@@ -207,7 +209,7 @@ fn scores_and_their_gradients_are_those_of_libtorch() {
 
 #[test]
 fn gradients_of_scores_are_those_of_autograd() {
-    let plain = Ops { kernels: None, eps: EPS };
+    let plain = Ops { kernels: None, heads: Heads::of(&config(64, 16)), eps: EPS };
     let logits = numbers(&[4, 40], 1).to_kind(Kind::Float) * 4;
     let labels = Tensor::from_slice(&[0_i64, 5, 17, 39]);
     let (gradient, spread) = (wide(&numbers(&[4], 2)), wide(&numbers(&[4], 3)));

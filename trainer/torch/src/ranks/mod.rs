@@ -27,11 +27,8 @@ pub(crate) const RANKS_MAX: usize = 8;
 
 /// What ranks give each other in a step. All of them make the same calls in the same order.
 pub(crate) trait Exchange: Send + Debug {
-    /// This one, counted from 0.
-    fn rank(&self) -> usize;
-
-    /// How many there are.
-    fn ranks(&self) -> usize;
+    /// Which this is, counted from 0, and how many there are.
+    fn place(&self) -> (usize, usize);
 
     /// Makes this rank's part of `buffer` the sum over all ranks, and the rest of it worth nothing.
     ///
@@ -56,8 +53,9 @@ pub(crate) trait Exchange: Send + Debug {
     /// # Errors
     /// As for [`Exchange::reduce_scatter`].
     fn largest(&mut self, number: f64) -> Result<f64> {
-        let mut of_ranks = vec![0.0; self.ranks()];
-        of_ranks[self.rank()] = number;
+        let (rank, ranks) = self.place();
+        let mut of_ranks = vec![0.0; ranks];
+        of_ranks[rank] = number;
         self.sum(&mut of_ranks)?;
         Ok(of_ranks.into_iter().fold(f64::NEG_INFINITY, f64::max))
     }

@@ -5,12 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaContext, DriverError, sys};
+use cudarc::driver::{CudaContext, sys};
 use driftless_bridge::nccl::{Communicator, Nccl};
 use tch::Tensor;
 
 use super::{Exchange, Star, part};
-use crate::error::{Error, Result, input};
+use crate::error::{Result, driver, input};
 
 /// The library that libtorch's CUDA half has opened, or that the loader finds.
 const LIBRARY: &str = "libnccl.so.2";
@@ -33,24 +33,21 @@ fn stream() -> sys::CUstream {
     std::ptr::null_mut()
 }
 
-fn failed(what: &'static str) -> impl Fn(DriverError) -> Error {
-    move |error| Error::Kernels { what: what.to_owned(), why: format!("{error:?}") }
-}
-
 impl OverNccl {
     /// Joins the ranks of `star`, each with a GPU; this one with that of number `ordinal`.
     pub(crate) fn join(mut star: Star, ordinal: usize) -> Result<OverNccl> {
         let library = Nccl::open(Path::new(LIBRARY), None)?;
-        let context = CudaContext::new(ordinal).map_err(failed("opening the device"))?;
-        context.bind_to_thread().map_err(failed("binding the context"))?;
+        let context = CudaContext::new(ordinal).map_err(driver("opening the device"))?;
+        context.bind_to_thread().map_err(driver("binding the context"))?;
         // Rank 0 draws it; the others add zeros.
-        let mut id = match star.rank() {
+        let (rank, ranks) = star.place();
+        let mut id = match rank {
             0 => library.unique_id()?.map(f64::from),
             _ => [0.0; 128],
         };
         star.sum(&mut id)?;
-        let (rank, ranks) = (star.rank() as u32, star.ranks() as u32);
-        let mut comm = Communicator::join(&library, id.map(|byte| byte as u8), rank, ranks)?;
+        let id = id.map(|byte| byte as u8);
+        let mut comm = Communicator::join(&library, id, rank as u32, ranks as u32)?;
         wait(&star, "join", || Ok(comm.settled()?))?;
         Ok(OverNccl { comm, star, context })
     }
@@ -61,11 +58,11 @@ impl OverNccl {
         buffer: &Tensor,
         begin: impl FnOnce(&mut Communicator, u64, i64, usize) -> driftless_bridge::Result<()>,
     ) -> Result<()> {
-        let (rank, ranks) = (self.star.rank(), self.star.ranks());
+        let (rank, ranks) = self.star.place();
         if !buffer.device().is_cuda() || !buffer.is_contiguous() {
             return Err(input("what ranks exchange over NCCL", "a buffer on a GPU", format!("{buffer:?}")));
         }
-        self.context.bind_to_thread().map_err(failed("binding the context"))?;
+        self.context.bind_to_thread().map_err(driver("binding the context"))?;
         let part = part(buffer.numel() as i64, 0, ranks);
         begin(&mut self.comm, buffer.data_ptr() as u64, part.end, rank)?;
         let comm = &mut self.comm;
@@ -74,7 +71,7 @@ impl OverNccl {
             // SAFETY: asks after the null stream of the current context.
             match unsafe { sys::cuStreamQuery(stream()) } {
                 sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-                answer => answer.result().map(|()| true).map_err(failed("waiting for the device")),
+                answer => answer.result().map(|()| true).map_err(driver("waiting for the device")),
             }
         })
     }
@@ -82,7 +79,7 @@ impl OverNccl {
 
 /// Looks until it is done, for as long as the other ranks are there and the deadline is not over.
 fn wait(star: &Star, what: &'static str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
-    let end = Instant::now() + star.deadline();
+    let end = Instant::now() + star.deadline;
     for look in 0_u32.. {
         if done()? {
             return Ok(());
@@ -99,12 +96,8 @@ fn wait(star: &Star, what: &'static str, mut done: impl FnMut() -> Result<bool>)
 }
 
 impl Exchange for OverNccl {
-    fn rank(&self) -> usize {
-        self.star.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.star.ranks()
+    fn place(&self) -> (usize, usize) {
+        self.star.place()
     }
 
     fn reduce_scatter(&mut self, buffer: &Tensor) -> Result<()> {

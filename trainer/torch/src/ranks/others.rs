@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use derive_setters::Setters;
-use driftless_trainer::learner::{Child, ChildOptions, Workspace};
+use driftless_trainer::learner::{Child, ChildOptions};
 use driftless_trainer::options::LearnOptions;
 use driftless_trainer::{Error as LoopError, Result as LoopResult};
 
@@ -89,11 +89,6 @@ impl Others {
                 (_, Some(error)) | (Err(Failed::Elsewhere(error)), None) => Err(error),
             }
         })
-    }
-
-    /// Where a rank keeps its socket and its lock.
-    pub(crate) fn place(place: &Workspace, rank: usize) -> Workspace {
-        Workspace { save: place.save.join(format!("rank-{rank}")), ..place.clone() }
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use super::{Exchange, part};
 use crate::error::{Error, Result, input, io};
@@ -19,18 +19,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Rank 0, before the others have come.
 #[derive(Debug)]
-pub(crate) struct Listening {
-    listener: UnixListener,
-}
+pub(crate) struct Listening(UnixListener);
 
 /// A rank's connections.
 #[derive(Debug)]
 pub(crate) struct Star {
-    rank: usize,
+    pub(super) rank: usize,
     ranks: usize,
     /// Of rank 0: those of the others, in order. Of another: that to rank 0.
     peers: Vec<UnixStream>,
-    deadline: Duration,
+    pub(super) deadline: Duration,
 }
 
 impl Listening {
@@ -42,7 +40,7 @@ impl Listening {
         }
         let listener = UnixListener::bind(path).map_err(io("listen on", path))?;
         listener.set_nonblocking(true).map_err(io("listen on", path))?;
-        Ok(Listening { listener })
+        Ok(Listening(listener))
     }
 
     /// Waits for the other ranks, as long as `hopeful`.
@@ -51,7 +49,7 @@ impl Listening {
         peers.resize_with(ranks.saturating_sub(1), || None);
         while let Some(missing) = peers.iter().position(Option::is_none) {
             let failed = |found: String| Error::Rank { rank: missing + 1, what: "join", found };
-            match self.listener.accept() {
+            match self.0.accept() {
                 Ok((mut stream, _)) => {
                     prepare(&stream, deadline).map_err(|error| failed(error.to_string()))?;
                     let mut rank = [0; 8];
@@ -88,10 +86,6 @@ impl Star {
         let hello = prepare(&stream, deadline).and_then(|()| stream.write_all(&(rank as u64).to_le_bytes()));
         hello.map_err(io("write to", path))?;
         Ok(Star { rank, ranks, peers: vec![stream], deadline })
-    }
-
-    pub(crate) fn deadline(&self) -> Duration {
-        self.deadline
     }
 
     /// Whether every rank that this one is connected to is still there; else it would not do `what`.
@@ -137,11 +131,8 @@ impl Star {
     /// This rank's part of a buffer in host memory.
     fn part(&self, buffer: &Tensor, rank: usize) -> Result<Tensor> {
         if buffer.device() != Device::Cpu {
-            return Err(input(
-                "what ranks exchange over sockets",
-                "host memory",
-                format!("{:?}", buffer.device()),
-            ));
+            let found = format!("{:?}", buffer.device());
+            return Err(input("what ranks exchange over sockets", "host memory", found));
         }
         let part = part(buffer.numel() as i64, rank, self.ranks);
         Ok(buffer.f_narrow(0, part.start, part.end - part.start)?)
@@ -153,15 +144,20 @@ impl Star {
         self.receive(peer, &mut bytes)?;
         tensor_of(&bytes, &like.size(), kind)
     }
+
+    /// Adds what all others send to a tensor, in the order of the ranks.
+    fn add_peers(&mut self, sum: &mut Tensor) -> Result<()> {
+        for peer in 0..self.peers.len() {
+            let theirs = self.receive_tensor(peer, sum)?;
+            let _ = sum.f_add_(&theirs)?;
+        }
+        Ok(())
+    }
 }
 
 impl Exchange for Star {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn ranks(&self) -> usize {
-        self.ranks
+    fn place(&self) -> (usize, usize) {
+        (self.rank, self.ranks)
     }
 
     fn reduce_scatter(&mut self, buffer: &Tensor) -> Result<()> {
@@ -171,11 +167,7 @@ impl Exchange for Star {
             let sum = self.receive_tensor(0, &own)?;
             return Ok(own.f_copy_(&sum)?);
         }
-        let mut sum = buffer.shallow_clone();
-        for peer in 0..self.peers.len() {
-            let theirs = self.receive_tensor(peer, buffer)?;
-            let _ = sum.f_add_(&theirs)?;
-        }
+        self.add_peers(&mut buffer.shallow_clone())?;
         for peer in 0..self.peers.len() {
             let theirs = self.part(buffer, peer + 1)?;
             self.send(peer, &bytes_of(&theirs)?)?;
@@ -200,24 +192,15 @@ impl Exchange for Star {
     }
 
     fn sum(&mut self, numbers: &mut [f64]) -> Result<()> {
-        let tensor = Tensor::f_from_slice(numbers)?;
+        let mut sum = Tensor::f_from_slice(numbers)?;
         if self.rank > 0 {
-            self.send(0, &bytes_of(&tensor)?)?;
-        }
-        let sum = if self.rank > 0 {
-            self.receive_tensor(0, &tensor)?
+            self.send(0, &bytes_of(&sum)?)?;
+            sum = self.receive_tensor(0, &sum)?;
         } else {
-            let mut sum = tensor;
-            for peer in 0..self.peers.len() {
-                let theirs = self.receive_tensor(peer, &sum)?;
-                let _ = sum.f_add_(&theirs)?;
-            }
+            self.add_peers(&mut sum)?;
             let bytes = bytes_of(&sum)?;
             (0..self.peers.len()).try_for_each(|peer| self.send(peer, &bytes))?;
-            sum
-        };
-        debug_assert_eq!(sum.kind(), Kind::Double);
-        sum.f_copy_data(numbers, numbers.len())?;
-        Ok(())
+        }
+        Ok(sum.f_copy_data(numbers, numbers.len())?)
     }
 }

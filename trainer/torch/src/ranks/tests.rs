@@ -31,7 +31,7 @@ pub(crate) fn on_ranks<T: Send>(ranks: usize, work: impl Fn(Star) -> T + Sync) -
 fn parts_are_added_up_and_given_to_everyone() {
     for ranks in [1, 2, 4] {
         let found = on_ranks(ranks, |mut star| {
-            let rank = star.rank() as i64;
+            let rank = star.rank as i64;
             // Element i of rank r is 10 i + r.
             let buffer = Tensor::arange(8, (Kind::Float, Device::Cpu)) * 10 + rank;
             star.reduce_scatter(&buffer).unwrap();
@@ -53,7 +53,7 @@ fn parts_are_added_up_and_given_to_everyone() {
 #[test]
 fn a_rank_that_ends_is_named_by_the_others() {
     let found = on_ranks(3, |mut star| {
-        if star.rank() == 2 {
+        if star.rank == 2 {
             return None;
         }
         let buffer = Tensor::ones([6], (Kind::Float, Device::Cpu));
@@ -88,7 +88,7 @@ fn two_that_say_they_are_one_rank_are_refused() {
 
 #[test]
 fn a_rank_that_is_gone_is_noticed_without_waiting_for_it() {
-    let found = on_ranks(2, |star| match star.rank() {
+    let found = on_ranks(2, |star| match star.rank {
         0 => loop {
             if let Err(error) = star.check("give its part") {
                 break Some(error);

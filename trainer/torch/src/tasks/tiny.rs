@@ -6,29 +6,24 @@ use driftless_transport::snapshot::AuxFile;
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::models::Family;
+use crate::tasks::text;
 
 /// Shape of the model.
 #[must_use]
 pub fn config() -> Config {
     Config {
-        family: Family::Qwen3,
         vocab_size: VOCABULARY.len() as i64,
         hidden_size: 128,
         intermediate_size: 384,
         num_hidden_layers: 6,
         num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 32,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: None,
         max_position_embeddings: 64,
-        tie_word_embeddings: true,
         initializer_range: 0.05,
         bos_token_id: Some(i64::from(BOS)),
         eos_token_ids: vec![i64::from(EOS)],
         pad_token_id: Some(i64::from(PAD)),
+        ..text::config()
     }
 }
 

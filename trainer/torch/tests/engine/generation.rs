@@ -197,7 +197,7 @@ fn trainer_computes_the_log_probs_of_the_engine() {
         let samples: Vec<Sample<'_>> = tokens
             .iter()
             .zip(&replies)
-            .map(|(tokens, (prompt, _))| Sample::supervised(tokens, prompt.len(), 0))
+            .map(|(tokens, (prompt, _))| Sample { tokens, prompt_len: prompt.len(), ..Sample::default() })
             .collect();
         let batch = Batch::new(&samples, &[1.0; 24], VOCABULARY, Device::Cpu).unwrap();
         let trainers = Vec::<f32>::try_from(policy.log_probs(&batch, 0.7).unwrap()).unwrap();
