@@ -269,6 +269,17 @@ fn holding(process: Option<u32>) -> String {
     }
 }
 
+/// `None` where the store has no such object.
+///
+/// # Errors
+/// Every other one of `done`.
+pub fn if_found<T>(done: Result<T>) -> Result<Option<T>> {
+    match done {
+        Err(Error::NotFound { .. }) => Ok(None),
+        done => done.map(Some),
+    }
+}
+
 /// An error and its sources in one line.
 #[must_use]
 pub fn chain_text(error: &dyn std::error::Error) -> String {

@@ -31,7 +31,7 @@ pub mod wrap;
 
 pub use digest::ContentDigest;
 pub use disk::Disk;
-pub use error::{BoxError, Error, Result, chain_text};
+pub use error::{BoxError, Error, Result, chain_text, if_found};
 pub use key::Key;
 pub use memory::Memory;
 pub use open::{open, open_with};

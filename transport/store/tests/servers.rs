@@ -5,9 +5,8 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use driftless_store::wrap::{Count, Fault, Throttle};
+use driftless_store::wrap::{Count, Fault};
 use driftless_store::{Error, Key, PutMode, Store, conformance, open_with};
 
 fn settings() -> Vec<(String, String)> {
@@ -47,7 +46,6 @@ fn servers_conform_bare_and_wrapped() {
         conformance::check(&*store(&url));
         conformance::check(&Count::new(store(&url)));
         conformance::check(&Fault::new(store(&url)));
-        conformance::check(&Throttle::new(store(&url), Duration::from_micros(50), 1 << 30));
     }
 }
 

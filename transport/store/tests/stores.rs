@@ -3,9 +3,8 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
-use driftless_store::wrap::{Count, Fault, Throttle};
+use driftless_store::wrap::{Count, Fault};
 use driftless_store::{
     Disk, Entry, Error, Key, Memory, PutMode, Result, Store, conformance, open, probe_conditional_put,
 };
@@ -14,7 +13,6 @@ fn bare_and_wrapped(make: impl Fn() -> Arc<dyn Store>) {
     conformance::check(&*make());
     conformance::check(&Count::new(make()));
     conformance::check(&Fault::new(make()));
-    conformance::check(&Throttle::new(make(), Duration::from_micros(50), 1 << 30));
 }
 
 #[test]

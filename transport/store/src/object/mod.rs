@@ -25,7 +25,7 @@ use object_store::{GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, Put
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, if_found};
 use crate::key::Key;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store, no_progress};
 use ask::{Action, Asked, cause};
@@ -211,10 +211,8 @@ impl Remote {
 
     /// Whether these bytes are what is stored: an earlier try took effect and its answer was lost.
     async fn holds(&self, key: &Key, bytes: &Bytes) -> Result<bool> {
-        match self.get(key, Some(0..bytes.len() as u64 + 1), &no_progress()).await {
-            Err(Error::NotFound { .. }) => Ok(false),
-            found => Ok(found? == *bytes),
-        }
+        let found = if_found(self.get(key, Some(0..bytes.len() as u64 + 1), &no_progress()).await)?;
+        Ok(found.is_some_and(|found| found == *bytes))
     }
 
     async fn put_parts(&self, key: &Key, bytes: Bytes) -> Result<()> {
@@ -370,10 +368,7 @@ impl Remote {
 
     async fn delete(&self, key: &Key) -> Result<()> {
         let path = self.path(key);
-        match self.ask(Action("delete", key), 0, || self.backend.delete(&path)).await.result {
-            Err(Error::NotFound { .. }) => Ok(()),
-            result => result,
-        }
+        if_found(self.ask(Action("delete", key), 0, || self.backend.delete(&path)).await.result).map(drop)
     }
 }
 

@@ -9,7 +9,7 @@ use driftless_testkit::s3::{Fault, Server};
 use object_store::memory::InMemory;
 
 use super::*;
-use crate::wrap::{Count, Fault as FaultStore, Throttle};
+use crate::wrap::{Count, Fault as FaultStore};
 use crate::{conformance, probe_conditional_put};
 
 const SECRET: &str = "c2VjcmV0LWtleXM=";
@@ -63,7 +63,6 @@ fn over_the_reference_backend_it_conforms_bare_and_wrapped() {
         conformance::check(&*in_memory(part_bytes));
         conformance::check(&Count::new(in_memory(part_bytes)));
         conformance::check(&FaultStore::new(in_memory(part_bytes)));
-        conformance::check(&Throttle::new(in_memory(part_bytes), Duration::from_micros(50), 1 << 30));
     }
 }
 

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::Path;
 
+use super::if_there;
 use super::watch::{self, Call};
 use crate::error::{Error, Result};
 
@@ -86,8 +87,7 @@ pub fn remove_dir(dir: &Path) -> Result<()> {
     if !dir.exists() {
         return Ok(());
     }
-    match watch::before(Call::Remove, dir).and_then(|()| fs::remove_dir_all(dir)) {
-        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("remove", dir, source)),
-        _ => Ok(()),
-    }
+    if_there(watch::before(Call::Remove, dir).and_then(|()| fs::remove_dir_all(dir)))
+        .map(drop)
+        .map_err(|source| Error::io("remove", dir, source))
 }

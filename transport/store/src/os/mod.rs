@@ -10,6 +10,8 @@ pub mod watch;
 pub use files::{create_dir_synced, remove_dir, remove_file, rename, sync_dir, sync_file, write_file};
 pub use lock::Lock;
 
+use std::io;
+
 use crate::error::Result;
 
 /// Has the calling thread, and those that it starts from here on, give way to threads that want a processor too. On
@@ -18,6 +20,17 @@ pub fn give_way() {
     // Only of Linux does the call change one thread, and not its process. Without permission nothing changes.
     #[cfg(target_os = "linux")]
     let _ = rustix::process::nice(10);
+}
+
+/// `None` where there is no such file.
+///
+/// # Errors
+/// Every other one of `done`.
+pub fn if_there<T>(done: io::Result<T>) -> io::Result<Option<T>> {
+    match done {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        done => done.map(Some),
+    }
 }
 
 /// A named moment of the protocol at which tests stop or fail the process; nothing in builds without the
@@ -31,7 +44,7 @@ pub fn crash_point(name: &'static str) -> Result<()> {
     fail::fail_point!(name, |_| Err(crate::Error::io(
         "pass crash point",
         name,
-        std::io::Error::other("injected")
+        io::Error::other("injected")
     )));
     Ok(())
 }

@@ -2,12 +2,12 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::Result;
 use crate::key::Key;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store};
+use crate::wait::lock;
 
 /// Calls and bytes that passed a [`Count`]. Failed calls count as calls, not as bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -33,43 +33,24 @@ pub struct Counts {
 #[derive(Debug)]
 pub struct Count {
     inner: Arc<dyn Store>,
-    puts: AtomicU64,
-    gets: AtomicU64,
-    heads: AtomicU64,
-    lists: AtomicU64,
-    deletes: AtomicU64,
-    bytes_put: AtomicU64,
-    bytes_got: AtomicU64,
+    counts: Mutex<Counts>,
 }
 
 impl Count {
     /// Counts from zero.
     #[must_use]
     pub fn new(inner: Arc<dyn Store>) -> Self {
-        Self {
-            inner,
-            puts: AtomicU64::new(0),
-            gets: AtomicU64::new(0),
-            heads: AtomicU64::new(0),
-            lists: AtomicU64::new(0),
-            deletes: AtomicU64::new(0),
-            bytes_put: AtomicU64::new(0),
-            bytes_got: AtomicU64::new(0),
-        }
+        Self { inner, counts: Mutex::default() }
     }
 
-    /// What has passed so far.
+    /// The counts so far.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        Counts {
-            puts: self.puts.load(Relaxed),
-            gets: self.gets.load(Relaxed),
-            heads: self.heads.load(Relaxed),
-            lists: self.lists.load(Relaxed),
-            deletes: self.deletes.load(Relaxed),
-            bytes_put: self.bytes_put.load(Relaxed),
-            bytes_got: self.bytes_got.load(Relaxed),
-        }
+        *self.lock()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Counts> {
+        lock(&self.counts)
     }
 }
 
@@ -82,23 +63,23 @@ impl fmt::Display for Count {
 #[deny(clippy::missing_trait_methods)]
 impl Store for Count {
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        self.puts.fetch_add(1, Relaxed);
+        self.lock().puts += 1;
         self.inner.put(key, bytes, mode)?;
-        self.bytes_put.fetch_add(bytes.len() as u64, Relaxed);
+        self.lock().bytes_put += bytes.len() as u64;
         Ok(())
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        self.gets.fetch_add(1, Relaxed);
+        self.lock().gets += 1;
         let bytes = self.inner.get(key, range)?;
-        self.bytes_got.fetch_add(bytes.len() as u64, Relaxed);
+        self.lock().bytes_got += bytes.len() as u64;
         Ok(bytes)
     }
 
     fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
-        self.gets.fetch_add(1, Relaxed);
+        self.lock().gets += 1;
         let bytes = self.inner.get_cached(object, range, arrived)?;
-        self.bytes_got.fetch_add(bytes.len() as u64, Relaxed);
+        self.lock().bytes_got += bytes.len() as u64;
         Ok(bytes)
     }
 
@@ -107,17 +88,17 @@ impl Store for Count {
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {
-        self.heads.fetch_add(1, Relaxed);
+        self.lock().heads += 1;
         self.inner.head(key)
     }
 
     fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
-        self.lists.fetch_add(1, Relaxed);
+        self.lock().lists += 1;
         self.inner.list(prefix)
     }
 
     fn delete(&self, key: &Key) -> Result<()> {
-        self.deletes.fetch_add(1, Relaxed);
+        self.lock().deletes += 1;
         self.inner.delete(key)
     }
 }

@@ -1,12 +1,9 @@
-//! Stores around other stores: [`Count`] counts requests and bytes, [`Fault`] fails on command, [`Throttle`]
-//! is slow.
+//! Stores around other stores: [`Count`] counts requests and bytes, [`Fault`] fails on command.
 //!
-//! [`Count`] also feeds a follower's metrics. The other two serve tests and measurements.
+//! [`Count`] also feeds a follower's metrics. [`Fault`] serves tests.
 
 mod count;
 mod fault;
-mod throttle;
 
 pub use count::{Count, Counts};
 pub use fault::{Fault, When};
-pub use throttle::Throttle;
