@@ -8,119 +8,80 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Element type of a tensor, with the name that safetensors headers use.
-///
-/// Types narrower than a byte (`F4`, `F6_E2M3`, …) are refused when a header is read: such tensors are
-/// published as `U8`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(into = "&'static str", try_from = "String")]
-pub enum Dtype {
-    /// `BOOL`, one byte.
-    Bool,
-    /// `U8`.
-    U8,
-    /// `I8`.
-    I8,
-    /// `F8_E4M3`: 4 exponent bits, 3 mantissa bits, no infinities.
-    F8E4M3,
-    /// `F8_E5M2`: 5 exponent bits, 2 mantissa bits.
-    F8E5M2,
-    /// `F8_E8M0`: a power of two, used for block scales.
-    F8E8M0,
-    /// `I16`.
-    I16,
-    /// `U16`.
-    U16,
-    /// `F16`, IEEE binary16.
-    F16,
-    /// `BF16`.
-    Bf16,
-    /// `I32`.
-    I32,
-    /// `U32`.
-    U32,
-    /// `F32`.
-    F32,
-    /// `I64`.
-    I64,
-    /// `U64`.
-    U64,
-    /// `F64`.
-    F64,
-    /// `C64`: two `F32`.
-    C64,
+/// Makes [`Dtype`] from a row for each type: its name here and in headers, its bytes, and how the codec treats it.
+macro_rules! dtypes {
+    ($($(#[$doc:meta])* $name:ident $text:literal $size:literal $element:ident,)*) => {
+        /// Element type of a tensor, with the name that safetensors headers use.
+        ///
+        /// Types narrower than a byte (`F4`, `F6_E2M3`, …) are refused when a header is read: such tensors are
+        /// published as `U8`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(into = "&'static str", try_from = "String")]
+        pub enum Dtype {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Dtype {
+            /// All of them.
+            pub const ALL: [Self; 17] = [$(Self::$name,)*];
+
+            /// The name in a safetensors header.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$name => $text,)* }
+            }
+
+            /// Bytes of one element.
+            #[must_use]
+            pub fn size(self) -> u64 {
+                match self { $(Self::$name => $size,)* }
+            }
+
+            /// How the delta codec treats the type: floats step in ulps, everything else is opaque bytes
+            /// (one codec element per byte, whatever [`Dtype::size`] is).
+            #[must_use]
+            pub fn element(self) -> Element {
+                match self { $(Self::$name => Element::$element,)* }
+            }
+        }
+    };
 }
 
-impl Dtype {
-    /// All of them.
-    pub const ALL: [Self; 17] = [
-        Self::Bool,
-        Self::U8,
-        Self::I8,
-        Self::F8E4M3,
-        Self::F8E5M2,
-        Self::F8E8M0,
-        Self::I16,
-        Self::U16,
-        Self::F16,
-        Self::Bf16,
-        Self::I32,
-        Self::U32,
-        Self::F32,
-        Self::I64,
-        Self::U64,
-        Self::F64,
-        Self::C64,
-    ];
-
-    /// The name in a safetensors header.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bool => "BOOL",
-            Self::U8 => "U8",
-            Self::I8 => "I8",
-            Self::F8E4M3 => "F8_E4M3",
-            Self::F8E5M2 => "F8_E5M2",
-            Self::F8E8M0 => "F8_E8M0",
-            Self::I16 => "I16",
-            Self::U16 => "U16",
-            Self::F16 => "F16",
-            Self::Bf16 => "BF16",
-            Self::I32 => "I32",
-            Self::U32 => "U32",
-            Self::F32 => "F32",
-            Self::I64 => "I64",
-            Self::U64 => "U64",
-            Self::F64 => "F64",
-            Self::C64 => "C64",
-        }
-    }
-
-    /// Bytes of one element.
-    #[must_use]
-    pub fn size(self) -> u64 {
-        match self {
-            Self::Bool | Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 | Self::F8E8M0 => 1,
-            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 2,
-            Self::I32 | Self::U32 | Self::F32 => 4,
-            Self::I64 | Self::U64 | Self::F64 | Self::C64 => 8,
-        }
-    }
-
-    /// How the delta codec treats the type: floats step in ulps, everything else is opaque bytes
-    /// (one codec element per byte, whatever [`Dtype::size`] is).
-    #[must_use]
-    pub fn element(self) -> Element {
-        match self {
-            Self::F8E4M3 => Element::F8E4M3,
-            Self::F8E5M2 => Element::F8E5M2,
-            Self::F16 => Element::F16,
-            Self::Bf16 => Element::Bf16,
-            Self::F32 => Element::F32,
-            _ => Element::Bytes,
-        }
-    }
+dtypes! {
+    /// `BOOL`, one byte.
+    Bool "BOOL" 1 Bytes,
+    /// `U8`.
+    U8 "U8" 1 Bytes,
+    /// `I8`.
+    I8 "I8" 1 Bytes,
+    /// `F8_E4M3`: 4 exponent bits, 3 mantissa bits, no infinities.
+    F8E4M3 "F8_E4M3" 1 F8E4M3,
+    /// `F8_E5M2`: 5 exponent bits, 2 mantissa bits.
+    F8E5M2 "F8_E5M2" 1 F8E5M2,
+    /// `F8_E8M0`: a power of two, used for block scales.
+    F8E8M0 "F8_E8M0" 1 Bytes,
+    /// `I16`.
+    I16 "I16" 2 Bytes,
+    /// `U16`.
+    U16 "U16" 2 Bytes,
+    /// `F16`, IEEE binary16.
+    F16 "F16" 2 F16,
+    /// `BF16`.
+    Bf16 "BF16" 2 Bf16,
+    /// `I32`.
+    I32 "I32" 4 Bytes,
+    /// `U32`.
+    U32 "U32" 4 Bytes,
+    /// `F32`.
+    F32 "F32" 4 F32,
+    /// `I64`.
+    I64 "I64" 8 Bytes,
+    /// `U64`.
+    U64 "U64" 8 Bytes,
+    /// `F64`.
+    F64 "F64" 8 Bytes,
+    /// `C64`: two `F32`.
+    C64 "C64" 8 Bytes,
 }
 
 impl fmt::Display for Dtype {

@@ -6,4 +6,4 @@ pub use crate::checkpoint::STATE_DIR;
 pub use crate::manifest::Tables;
 pub use crate::publish::check_finite;
 pub use crate::replica::{Foreign, OnDisk, Rewrite, Rewriter, SLICE_BYTES, position, refuse_foreign};
-pub use crate::snapshot::is_plain_name;
+pub use crate::snapshot::{check_table, is_plain_name};

@@ -44,12 +44,57 @@ impl TensorInfo {
         self.elements()?.checked_mul(self.dtype.size()).ok_or_else(|| self.too_large())
     }
 
+    /// Whether `bytes` are as many as its shape says.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TensorMismatch`] if not; [`Error::Corrupt`] when its size does not fit in 64 bits.
+    pub fn check_bytes(&self, bytes: &[u8]) -> Result<()> {
+        let expected = self.byte_len()?;
+        if bytes.len() as u64 == expected {
+            return Ok(());
+        }
+        Err(Error::mismatch(&self.name, "number of bytes", expected, bytes.len()))
+    }
+
+    /// Its name, type and shape.
+    #[must_use]
+    pub fn form(&self) -> Form<'_> {
+        (&self.name, self.dtype, &self.shape)
+    }
+
     fn too_large(&self) -> Error {
         Error::Corrupt {
             subject: format!("tensor `{}`", self.name),
             what: "its size does not fit in 64 bits",
             expected: "a shape that can be stored".into(),
             found: format!("{:?} of {}", self.shape, self.dtype),
+        }
+    }
+}
+
+/// A tensor's name, type and shape.
+pub type Form<'a> = (&'a str, Dtype, &'a [u64]);
+
+/// Refuses a table of tensors, sorted by name, that is not `base`'s.
+///
+/// # Errors
+///
+/// [`Error::TensorMismatch`] at the first difference.
+pub fn check_table<'a>(
+    mut base: impl Iterator<Item = Form<'a>>,
+    mut new: impl Iterator<Item = Form<'a>>,
+) -> Result<()> {
+    let describe = |form: Option<Form<'_>>| match form {
+        Some((name, dtype, shape)) => format!("`{name}` {dtype} {shape:?}"),
+        None => "none".to_owned(),
+    };
+    loop {
+        let (expected, found) = (base.next(), new.next());
+        let Some((tensor, ..)) = found.or(expected) else { return Ok(()) };
+        if expected != found {
+            let what = "entry in the tensor table";
+            return Err(Error::mismatch(tensor, what, describe(expected), describe(found)));
         }
     }
 }
@@ -163,15 +208,7 @@ impl<'a> Tensors<'a> {
         bytes: impl Into<Cow<'a, [u8]>>,
     ) -> Result<Self> {
         let (info, bytes) = (TensorInfo { name: name.into(), dtype, shape: shape.into() }, bytes.into());
-        let expected = info.byte_len()?;
-        if bytes.len() as u64 != expected {
-            return Err(Error::TensorMismatch {
-                tensor: info.name,
-                what: "number of bytes",
-                expected: expected.to_string(),
-                found: bytes.len().to_string(),
-            });
-        }
+        info.check_bytes(&bytes)?;
         match self.infos.binary_search_by(|other| other.name.cmp(&info.name)) {
             Ok(_) => Err(Error::DuplicateTensor { tensor: info.name }),
             Err(index) => {

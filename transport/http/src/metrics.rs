@@ -35,9 +35,15 @@ impl Page {
         self.line(format_args!("{prefix}_{name}{labels} {value}"));
     }
 
-    /// A family of one sample without labels.
-    pub fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
-        self.family(name, kind, help);
+    /// A counter of one sample without labels.
+    pub fn counter(&mut self, name: &str, help: &str, value: impl Display) {
+        self.family(name, "counter", help);
+        self.sample(name, &[], value);
+    }
+
+    /// A gauge of one sample without labels.
+    pub fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
+        self.family(name, "gauge", help);
         self.sample(name, &[], value);
     }
 
@@ -67,7 +73,7 @@ mod tests {
         let mut page = Page::new("p");
         page.family("paused", "gauge", "Whether it is.");
         page.sample("paused", &[("engine", "a\\\"\n"), ("host", "b")], 1);
-        page.single("versions_total", "counter", "Versions.", 2.5);
+        page.counter("versions_total", "Versions.", 2.5);
         let expected = "# HELP p_paused Whether it is.\n# TYPE p_paused gauge\n\
                         p_paused{engine=\"a\\\\\\\"\\n\",host=\"b\"} 1\n\
                         # HELP p_versions_total Versions.\n# TYPE p_versions_total counter\np_versions_total 2.5\n";

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use tokio::runtime::{Builder, Handle, Runtime, RuntimeFlavor};
+use tokio::runtime::{Builder, Handle, RuntimeFlavor};
 
 use crate::error::{Error, Result};
 
@@ -14,12 +14,7 @@ use crate::error::{Error, Result};
 const THREADS: [usize; 2] = [2, 8];
 
 /// The runtime, and the process that it belongs to: a forked child has none of its parent's threads.
-static SHARED: Mutex<Option<(u32, Shared)>> = Mutex::new(None);
-
-enum Shared {
-    Given(Handle),
-    Made(Runtime),
-}
+static SHARED: Mutex<Option<(u32, Handle)>> = Mutex::new(None);
 
 /// The runtime that [`provide`] was given. Without one it is made at the first call, and lasts as long as the
 /// process.
@@ -28,20 +23,20 @@ enum Shared {
 /// The operating system's, if its threads cannot be started.
 pub fn handle() -> io::Result<Handle> {
     let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    match &*shared {
-        Some((process, Shared::Given(handle))) if *process == std::process::id() => Ok(handle.clone()),
-        Some((process, Shared::Made(made))) if *process == std::process::id() => Ok(made.handle().clone()),
-        _ => {
-            let cores = thread::available_parallelism().map_or(THREADS[0], usize::from);
-            let threads = cores.clamp(THREADS[0], THREADS[1]);
-            let mut builder = Builder::new_multi_thread();
-            let made = builder.worker_threads(threads).thread_name("driftless-io").enable_all().build()?;
-            let handle = made.handle().clone();
-            // A parent's runtime would wait for its threads, which are not here.
-            std::mem::forget(shared.replace((std::process::id(), Shared::Made(made))));
-            Ok(handle)
-        }
+    if let Some((process, handle)) = &*shared
+        && *process == std::process::id()
+    {
+        return Ok(handle.clone());
     }
+    let cores = thread::available_parallelism().map_or(THREADS[0], usize::from);
+    let threads = cores.clamp(THREADS[0], THREADS[1]);
+    let mut builder = Builder::new_multi_thread();
+    let made = builder.worker_threads(threads).thread_name("driftless-io").enable_all().build()?;
+    let handle = made.handle().clone();
+    // It lasts as long as the process. A parent's would wait for its threads, which are not here.
+    std::mem::forget(made);
+    std::mem::forget(shared.replace((std::process::id(), handle.clone())));
+    Ok(handle)
 }
 
 /// Has connections driven by the caller's runtime, which has to outlive every store and client. Called before
@@ -61,7 +56,7 @@ pub fn provide(handle: Handle) -> Result<()> {
     if shared.as_ref().is_some_and(|(process, _)| *process == std::process::id()) {
         return refuse("given before the first connection, once", "given when there was one");
     }
-    std::mem::forget(shared.replace((std::process::id(), Shared::Given(handle))));
+    std::mem::forget(shared.replace((std::process::id(), handle)));
     Ok(())
 }
 

@@ -2,8 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
@@ -24,15 +22,17 @@ pub(super) enum Content {
 }
 
 /// What the cache has done.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct Counters {
-    pub(super) hits: AtomicU64,
-    pub(super) fetches: AtomicU64,
-    pub(super) joined: AtomicU64,
-    pub(super) failures: AtomicU64,
-    pub(super) refused: AtomicU64,
-    pub(super) evictions: AtomicU64,
-    pub(super) served_bytes: AtomicU64,
+    pub(super) hits: u64,
+    pub(super) fetches: u64,
+    pub(super) joined: u64,
+    pub(super) failures: u64,
+    pub(super) refused: u64,
+    pub(super) evictions: u64,
+    /// Filled in by [`Cache::counted`].
+    pub(super) origin_bytes: u64,
+    pub(super) served_bytes: u64,
 }
 
 /// How full the cache is.
@@ -77,7 +77,7 @@ pub(super) struct Cache {
     downloads: DownloadCache,
     bytes_max: u64,
     entries: Mutex<Entries>,
-    pub(super) counters: Counters,
+    counters: Mutex<Counters>,
 }
 
 impl Cache {
@@ -98,16 +98,20 @@ impl Cache {
             entries.all.insert(digest, Entry { size, used, whole: false, busy: false });
         }
         let origin = Count::new(origin);
-        Self { origin, downloads, bytes_max, entries: Mutex::new(entries), counters: Counters::default() }
+        Self { origin, downloads, bytes_max, entries: Mutex::new(entries), counters: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
         lock(&self.entries)
     }
 
-    /// Bytes that were read from the origin.
-    pub(super) fn origin_bytes(&self) -> u64 {
-        self.origin.counts().bytes_got
+    pub(super) fn counters(&self) -> MutexGuard<'_, Counters> {
+        lock(&self.counters)
+    }
+
+    /// All counters, those of the origin too.
+    pub(super) fn counted(&self) -> Counters {
+        Counters { origin_bytes: self.origin.counts().bytes_got, ..*self.counters() }
     }
 
     pub(super) fn fill(&self) -> Fill {
@@ -140,7 +144,7 @@ impl Cache {
     /// The origin's; those of an object that is not what its digest says.
     pub(super) fn fetch(&self, object: &Object) -> Result<Content> {
         crash_point("relay.fetch")?;
-        self.counters.fetches.fetch_add(1, Relaxed);
+        self.counters().fetches += 1;
         let fits = self.make_room(object);
         let fetched = self.downloads.object(&self.origin, object, &|| {});
         if fetched.as_ref().is_err_and(Error::is_not_found) {
@@ -193,7 +197,7 @@ impl Cache {
         entries.all.insert(object.blake3, Entry { size: object.size, used, whole: false, busy: true });
         drop(entries);
         for digest in unwanted {
-            self.counters.evictions.fetch_add(1, Relaxed);
+            self.counters().evictions += 1;
             self.downloads.forget(&digest);
         }
         true
@@ -210,7 +214,7 @@ impl Cache {
             oldest
         };
         if let Some(digest) = oldest {
-            self.counters.evictions.fetch_add(1, Relaxed);
+            self.counters().evictions += 1;
             self.downloads.forget(&digest);
         }
     }

@@ -22,7 +22,6 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -162,7 +161,7 @@ impl Relay {
         let wanted = object.clone();
         let hit = tokio::task::spawn_blocking(move || this.cache.hit(&wanted)).await.ok().flatten();
         if let Some(content) = hit {
-            self.cache.counters.hits.fetch_add(1, Relaxed);
+            self.cache.counters().hits += 1;
             return Ok(content);
         }
         let mut flight = self.board(object)?;
@@ -181,11 +180,11 @@ impl Relay {
     fn board(self: &Arc<Self>, object: Object) -> std::result::Result<Flight, Refusal> {
         let mut flights = self.flights();
         if let Some(flight) = flights.get(&object.blake3) {
-            self.cache.counters.joined.fetch_add(1, Relaxed);
+            self.cache.counters().joined += 1;
             return Ok(flight.clone());
         }
         if flights.len() >= WAITED_MAX {
-            self.cache.counters.refused.fetch_add(1, Relaxed);
+            self.cache.counters().refused += 1;
             let message = format!("{WAITED_MAX} objects are being waited for");
             return Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "busy", message));
         }
@@ -218,7 +217,7 @@ impl Relay {
             Ok(Err(error)) => refusal(&error),
             Err(panic) => Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", panic.to_string()),
         };
-        self.cache.counters.failures.fetch_add(1, Relaxed);
+        self.cache.counters().failures += 1;
         Err(refusal)
     }
 }

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::QueryRejection;
@@ -19,7 +18,7 @@ use driftless_http::{self as http, Threads, Token};
 use serde::{Deserialize, Serialize};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::cache::{Content, Fill};
+use super::cache::{Content, Counters, Fill};
 use super::{Refusal, Relay, RelayOptions};
 use crate::error::Result;
 use crate::session::Sessions;
@@ -87,36 +86,22 @@ async fn object(
     Path(key): Path<String>,
     named: std::result::Result<Query<Named>, QueryRejection>,
     headers: HeaderMap,
-) -> Response {
-    let bad = |message: &str| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message).into_response();
-    let Ok(Query(Named { size, blake3 })) = named else { return bad("expected ?size=<bytes>&blake3=<hex>") };
+) -> std::result::Result<Response, Refusal> {
+    let bad = |message: &str| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message);
+    let Query(Named { size, blake3 }) = named.map_err(|_| bad("expected ?size=<bytes>&blake3=<hex>"))?;
     let range = headers.get(header::RANGE).and_then(|range| parse_range(range.to_str().ok()?));
-    let Some((start, end)) = range else { return bad("expected a header `Range: bytes=<first>-<last>`") };
-    let (object, Range { start, end }) = match super::named(&key, size, &blake3, start..end) {
-        Ok(named) => named,
-        Err(refusal) => return refusal.into_response(),
-    };
+    let (start, end) = range.ok_or_else(|| bad("expected a header `Range: bytes=<first>-<last>`"))?;
+    let (object, Range { start, end }) = super::named(&key, size, &blake3, start..end)?;
     let length = (end - start) as usize;
     // Held until the client has taken the bytes.
-    let Ok(place) = relay.answers.clone().acquire_many_owned(length as u32).await else {
-        return bad("the relay ends");
-    };
-    match relay.object(object).await {
-        Err(refusal) => refusal.into_response(),
-        Ok(content) => match read(content, start, length).await {
-            Err(refusal) => refusal.into_response(),
-            Ok(bytes) => {
-                relay.cache.counters.served_bytes.fetch_add(length as u64, Relaxed);
-                let range = format!("bytes {start}-{}/{size}", end.saturating_sub(1));
-                let answer = Bytes::from_owner(Answer { bytes, _place: place });
-                let headers = [
-                    (header::CONTENT_RANGE, range),
-                    (header::CONTENT_TYPE, "application/octet-stream".into()),
-                ];
-                (StatusCode::PARTIAL_CONTENT, headers, Body::from(answer)).into_response()
-            }
-        },
-    }
+    let place = relay.answers.clone().acquire_many_owned(length as u32).await;
+    let place = place.map_err(|_| bad("the relay ends"))?;
+    let bytes = read(relay.object(object).await?, start, length).await?;
+    relay.cache.counters().served_bytes += length as u64;
+    let range = format!("bytes {start}-{}/{size}", end.saturating_sub(1));
+    let answer = Bytes::from_owner(Answer { bytes, _place: place });
+    let headers = [(header::CONTENT_RANGE, range), (header::CONTENT_TYPE, "application/octet-stream".into())];
+    Ok((StatusCode::PARTIAL_CONTENT, headers, Body::from(answer)).into_response())
 }
 
 /// An answer's bytes, and their share of what all answers may hold.
@@ -164,32 +149,14 @@ struct Status {
     store: String,
     cache: Fill,
     fetching: u64,
-    hits: u64,
-    fetches: u64,
-    joined: u64,
-    failures: u64,
-    refused: u64,
-    evictions: u64,
-    origin_bytes: u64,
-    served_bytes: u64,
+    #[serde(flatten)]
+    counters: Counters,
 }
 
 impl Status {
     fn of(relay: &Relay) -> Self {
-        let counters = &relay.cache.counters;
-        Self {
-            store: relay.store.clone(),
-            cache: relay.cache.fill(),
-            fetching: relay.flights().len() as u64,
-            hits: counters.hits.load(Relaxed),
-            fetches: counters.fetches.load(Relaxed),
-            joined: counters.joined.load(Relaxed),
-            failures: counters.failures.load(Relaxed),
-            refused: counters.refused.load(Relaxed),
-            evictions: counters.evictions.load(Relaxed),
-            origin_bytes: relay.cache.origin_bytes(),
-            served_bytes: counters.served_bytes.load(Relaxed),
-        }
+        let (store, fetching) = (relay.store.clone(), relay.flights().len() as u64);
+        Self { store, cache: relay.cache.fill(), fetching, counters: relay.cache.counted() }
     }
 }
 
@@ -198,38 +165,27 @@ async fn status(State(relay): State<Arc<Relay>>) -> Response {
 }
 
 async fn metrics(State(relay): State<Arc<Relay>>) -> Response {
-    let status = Status::of(&relay);
+    let Status { cache, fetching, counters, .. } = Status::of(&relay);
     let mut page = Page::new("driftless_relay");
-    for (name, kind, help, value) in [
-        ("hits_total", "counter", "Ranges asked for that were in the cache.", status.hits),
-        (
-            "fetches_total",
-            "counter",
-            "Objects asked of the origin, or checked after a restart.",
-            status.fetches,
-        ),
-        (
-            "joined_total",
-            "counter",
-            "Ranges asked for whose object was being fetched already.",
-            status.joined,
-        ),
-        ("failures_total", "counter", "Objects that could not be fetched.", status.failures),
-        (
-            "refused_total",
-            "counter",
-            "Ranges refused because too many objects were being waited for.",
-            status.refused,
-        ),
-        ("evictions_total", "counter", "Objects given up for others.", status.evictions),
-        ("origin_bytes_total", "counter", "Bytes read from the origin.", status.origin_bytes),
-        ("served_bytes_total", "counter", "Bytes of objects sent to clients.", status.served_bytes),
-        ("fetching", "gauge", "Objects being fetched now.", status.fetching),
-        ("cache_objects", "gauge", "Objects in the cache, in whole or in part.", status.cache.objects),
-        ("cache_bytes", "gauge", "Bytes of objects in the cache.", status.cache.bytes),
-        ("cache_bytes_max", "gauge", "Bytes that the cache may hold.", status.cache.bytes_max),
+    for (name, help, value) in [
+        ("hits_total", "Ranges asked for that were in the cache.", counters.hits),
+        ("fetches_total", "Objects asked of the origin, or checked after a restart.", counters.fetches),
+        ("joined_total", "Ranges asked for whose object was being fetched already.", counters.joined),
+        ("failures_total", "Objects that could not be fetched.", counters.failures),
+        ("refused_total", "Ranges refused because too many objects were being waited for.", counters.refused),
+        ("evictions_total", "Objects given up for others.", counters.evictions),
+        ("origin_bytes_total", "Bytes read from the origin.", counters.origin_bytes),
+        ("served_bytes_total", "Bytes of objects sent to clients.", counters.served_bytes),
     ] {
-        page.single(name, kind, help, value);
+        page.counter(name, help, value);
+    }
+    for (name, help, value) in [
+        ("fetching", "Objects being fetched now.", fetching),
+        ("cache_objects", "Objects in the cache, in whole or in part.", cache.objects),
+        ("cache_bytes", "Bytes of objects in the cache.", cache.bytes),
+        ("cache_bytes_max", "Bytes that the cache may hold.", cache.bytes_max),
+    ] {
+        page.gauge(name, help, value);
     }
     ([(header::CONTENT_TYPE, CONTENT_TYPE)], page.into_text()).into_response()
 }

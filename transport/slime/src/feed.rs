@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use driftless_store::os::crash_point;
-use driftless_store::{ContentDigest, Entry, Error as StoreError, Store};
+use driftless_store::{ContentDigest, Entry, Error as StoreError, Store, if_found};
 use driftless_transport::foreign::Foreign;
 use driftless_transport::manifest::Manifest;
 use driftless_transport::replica::{Advanced, Applied};
@@ -12,7 +12,7 @@ use driftless_transport::run::Committed;
 use driftless_transport::{Checkpoint, Error, Replica, Result, Version};
 
 use crate::release::Release;
-use crate::{corrupt, frame, identity, index_key};
+use crate::{frame, identity, index_key};
 
 /// Versions of a directory that a trainer writes, for a replica that follows them.
 ///
@@ -52,7 +52,7 @@ impl Feed {
         if replica.applied().is_none() {
             self.adopt(replica)?;
         }
-        let applied = applied(replica)?;
+        let applied = replica.held()?.0.clone();
         if let Some(manifest) = replica.manifest() {
             self.check_pins(replica.dir(), manifest, &applied)?;
         }
@@ -82,7 +82,7 @@ impl Feed {
     pub(crate) fn advance(&mut self, replica: &mut Replica, to: Version) -> Result<Advanced> {
         let mut total = Advanced::default();
         loop {
-            let applied = applied(replica)?;
+            let applied = replica.held()?.0.clone();
             if applied.version == to {
                 return Ok(total);
             }
@@ -112,11 +112,7 @@ impl Feed {
 
     /// The index of a version, or `None` if it has none.
     fn look(&self, version: Version) -> Result<Option<Entry>> {
-        match self.store.head(&index_key(version)?) {
-            Ok(entry) => Ok(Some(entry)),
-            Err(StoreError::NotFound { .. }) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        Ok(if_found(self.store.head(&index_key(version)?))?)
     }
 
     fn indexes(&self, applied: Version) -> Result<Indexes> {
@@ -153,7 +149,7 @@ impl Feed {
         let subject = format!("version {} in {}", applied.version, self.store);
         if now[1].is_none() {
             let what = "the applied version is gone: another run begins there, or it was removed too early";
-            return Err(corrupt(subject, what, index_key(applied.version)?, "nothing"));
+            return Err(Error::corrupt(subject, what, index_key(applied.version)?, "nothing"));
         }
         let content = identity::content(&Release::read(&*self.store, applied.version)?);
         let found = identity::link(base.manifest_digest, content);
@@ -233,9 +229,4 @@ pub(crate) fn check_forward(dir: &Path, applied: &Applied, to: Version) -> Resul
         have: applied.version,
         wanted: to,
     })
-}
-
-/// What the replica holds.
-fn applied(replica: &Replica) -> Result<Applied> {
-    replica.applied().cloned().ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })
 }

@@ -12,7 +12,7 @@ use zstd::stream::read::Decoder;
 use zstd::stream::write::Encoder;
 
 use crate::release::Frame;
-use crate::{Checksum, Encoding, corrupt};
+use crate::{Checksum, Encoding};
 
 /// The level that slime writes at.
 const LEVEL: i32 = 1;
@@ -57,7 +57,7 @@ pub(crate) fn rewrite(
         return Ok(());
     }
     let what = "checksum of the new tensor; its frame is damaged or made for another base";
-    Err(corrupt(subject, what, &frame.checksum, found))
+    Err(Error::corrupt(subject, what, &frame.checksum, found))
 }
 
 /// What a frame changes, in the order of the bytes.
@@ -110,7 +110,8 @@ impl<'a> Overwrite<'a> {
         }
         let left = positions.u32()?;
         if left as usize > tensor_bytes {
-            return Err(corrupt(subject, "number of changed bytes", format!("at most {tensor_bytes}"), left));
+            let expected = format!("at most {tensor_bytes}");
+            return Err(Error::corrupt(subject, "number of changed bytes", expected, left));
         }
         values.skip(4 + 4 * u64::from(left))?;
         let mut overwrite = Self { positions, values, tensor_bytes, left, next: None };
@@ -127,7 +128,7 @@ impl<'a> Overwrite<'a> {
         let at = self.positions.u32()? as usize;
         if at >= self.tensor_bytes || last.is_some_and(|last| at <= last) {
             let expected = format!("ascending and below {}", self.tensor_bytes);
-            return Err(corrupt(self.positions.subject, "position of a changed byte", expected, at));
+            return Err(Error::corrupt(self.positions.subject, "position of a changed byte", expected, at));
         }
         self.next = Some(at);
         Ok(())
@@ -182,25 +183,27 @@ impl<'a> Payload<'a> {
     fn finish(mut self) -> Result<()> {
         let bad = |source| bad_frame(self.subject, source);
         if !self.content.fill_buf().map_err(bad)?.is_empty() {
-            return Err(corrupt(self.subject, "content of its frame", "as much as the tensor needs", "more"));
+            return Err(bad_content(self.subject, "more"));
         }
         let mut source = self.content.into_inner().finish();
         let behind = source.fill_buf().map_err(bad)?.len();
         if behind > 0 {
-            return Err(corrupt(self.subject, "bytes behind its frame", "none", behind));
+            return Err(Error::corrupt(self.subject, "bytes behind its frame", "none", behind));
         }
         Ok(())
     }
+}
+
+fn bad_content(subject: &str, found: &str) -> Error {
+    Error::corrupt(subject, "content of its frame", "as much as the tensor needs", found)
 }
 
 /// zstd's refusal, or the store's error that it passed on.
 fn bad_frame(subject: &str, error: io::Error) -> Error {
     match error.downcast::<Error>() {
         Ok(error) => error,
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-            corrupt(subject, "content of its frame", "as much as the tensor needs", "less")
-        }
-        Err(error) => corrupt(subject, "its zstd frame", "one that decompresses", error),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => bad_content(subject, "less"),
+        Err(error) => Error::corrupt(subject, "its zstd frame", "one that decompresses", error),
     }
 }
 

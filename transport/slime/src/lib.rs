@@ -25,7 +25,7 @@ mod release;
 use std::fmt;
 
 use driftless_store::Key;
-use driftless_transport::{Error, Result, Version};
+use driftless_transport::{Result, Version};
 use serde::{Deserialize, Serialize};
 
 pub use checksum::Checksum;
@@ -63,19 +63,4 @@ fn version_key(version: Version) -> Result<Key> {
 
 fn index_key(version: Version) -> Result<Key> {
     Ok(version_key(version)?.join(INDEX)?)
-}
-
-/// Something in a version's directory that is not as it must be.
-fn corrupt(
-    subject: impl fmt::Display,
-    what: &'static str,
-    expected: impl fmt::Display,
-    found: impl fmt::Display,
-) -> Error {
-    Error::Corrupt {
-        subject: subject.to_string(),
-        what,
-        expected: expected.to_string(),
-        found: found.to_string(),
-    }
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 use derive_setters::Setters;
 use driftless_store::pool::{Bounds, in_order, threads};
 use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
-use driftless_transport::foreign::{STATE_DIR, check_finite};
+use driftless_transport::foreign::{STATE_DIR, check_finite, check_table};
 use driftless_transport::publish::{Progress, ProgressFn, Published, Start};
 use driftless_transport::replica::Applied;
 use driftless_transport::snapshot::TensorInfo;
@@ -142,7 +142,7 @@ impl Publisher {
         let begin = Instant::now();
         let applied = self.catch_up()?;
         let version = applied.version.next();
-        check_table(self.baseline.checkpoint()?, snapshot)?;
+        check_snapshot(self.baseline.checkpoint()?, snapshot)?;
         let (mut written, frames) = self.encode(snapshot)?;
         let encode = begin.elapsed();
         self.clear(version)?;
@@ -183,9 +183,7 @@ impl Publisher {
         encode: std::time::Duration,
         begin: Instant,
     ) -> Result<Published> {
-        let missing = || Error::NothingApplied { path: self.options.baseline_dir.clone() };
-        let manifest = self.baseline.manifest().ok_or_else(missing)?;
-        let applied = self.applied().ok_or_else(missing)?;
+        let (applied, manifest) = self.baseline.held()?;
         let upload = begin.elapsed().saturating_sub(encode);
         Ok(Published::of_delta(applied, manifest, bytes, changed, encode, upload))
     }
@@ -195,8 +193,7 @@ impl Publisher {
         self.baseline.sync()?;
         let newest = self.feed.survey(&mut self.baseline)?;
         self.feed.advance(&mut self.baseline, newest)?;
-        let path = || self.options.baseline_dir.clone();
-        self.baseline.applied().cloned().ok_or_else(|| Error::NothingApplied { path: path() })
+        Ok(self.baseline.held()?.0.clone())
     }
 
     /// Removes what an attempt that was never committed left in the version's place: receivers read every
@@ -231,8 +228,7 @@ impl Publisher {
 
     fn lost(&self, version: Version) -> Result<Error> {
         let winner = identity::content(&Release::read(&*self.store, version)?);
-        let applied = self.baseline.applied();
-        let applied = applied.ok_or_else(|| Error::NothingApplied { path: self.baseline.dir().into() })?;
+        let (applied, _) = self.baseline.held()?;
         Ok(Error::LostRace {
             run_id: applied.run_id,
             model: applied.model.clone(),
@@ -253,8 +249,11 @@ impl Publisher {
         // The new bytes, and the frame that is made of them.
         let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
         let bounds = Bounds { threads: threads(WORKERS_MAX), weight: MEMORY_MAX };
-        let feed =
-            |index: usize| Ok::<_, Error>((index, check_length(&tensors[index], snapshot.bytes(index)?)?));
+        let feed = |index: usize| {
+            let bytes = snapshot.bytes(index)?;
+            tensors[index].check_bytes(&bytes)?;
+            Ok::<_, Error>((index, bytes))
+        };
         let work = |(index, new): (usize, Cow<'_, [u8]>)| {
             let (info, old) = (&base.tensors()[index], base.bytes(index)?);
             if old == new {
@@ -362,36 +361,15 @@ fn plan(frames: &[Encoded], max: u64) -> Vec<Range<usize>> {
 }
 
 /// The layout changes bytes of tensors and nothing else.
-fn check_table(base: &Checkpoint, snapshot: &dyn Snapshot) -> Result<()> {
-    let (old, new) = (base.tensors(), snapshot.tensors());
-    let describe = |info: Option<&TensorInfo>| match info {
-        Some(info) => format!("`{}` {} {:?}", info.name, info.dtype, info.shape),
-        None => "none".to_owned(),
-    };
-    for index in 0..old.len().max(new.len()) {
-        let (expected, found) = (describe(old.get(index)), describe(new.get(index)));
-        if expected != found {
-            let tensor = new.get(index).or(old.get(index)).map_or_else(String::new, |info| info.name.clone());
-            return Err(Error::TensorMismatch { tensor, what: "entry in the tensor table", expected, found });
-        }
-    }
+fn check_snapshot(base: &Checkpoint, snapshot: &dyn Snapshot) -> Result<()> {
+    check_table(
+        base.tensors().iter().map(TensorInfo::form),
+        snapshot.tensors().iter().map(TensorInfo::form),
+    )?;
     if base.files() != snapshot.files() {
         tracing::warn!(
             "auxiliary files changed; the layout has no place for them, and receivers keep the old ones"
         );
     }
     Ok(())
-}
-
-fn check_length<'a>(info: &TensorInfo, bytes: Cow<'a, [u8]>) -> Result<Cow<'a, [u8]>> {
-    let expected = info.byte_len()?;
-    if bytes.len() as u64 == expected {
-        return Ok(bytes);
-    }
-    Err(Error::TensorMismatch {
-        tensor: info.name.clone(),
-        what: "number of bytes",
-        expected: expected.to_string(),
-        found: bytes.len().to_string(),
-    })
 }

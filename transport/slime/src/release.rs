@@ -9,7 +9,7 @@ use driftless_transport::{Error, Result, Version};
 use serde::Deserialize;
 
 use crate::json::Unique;
-use crate::{Checksum, Encoding, corrupt, index_key, version_key};
+use crate::{Checksum, Encoding, index_key, version_key};
 
 /// Largest index, and largest header of a file, in bytes: room for 300,000 tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
@@ -82,18 +82,14 @@ impl Release {
         for file in weight_map.values().collect::<BTreeSet<_>>() {
             if !is_plain_name(file) || !file.ends_with(".safetensors") {
                 let expected = "a plain name ending in .safetensors";
-                return Err(corrupt(&key, "name of a file", expected, file.escape_default()));
+                return Err(Error::corrupt(&key, "name of a file", expected, file.escape_default()));
             }
             release.read_file(store, version_key(version)?.join(file)?, &weight_map)?;
         }
         for (name, file) in &weight_map {
             if !release.tensors.contains_key(name) {
-                return Err(corrupt(
-                    &key,
-                    "file of a tensor",
-                    format!("`{name}` in {file}"),
-                    "it is not in it",
-                ));
+                let expected = format!("`{name}` in {file}");
+                return Err(Error::corrupt(&key, "file of a tensor", expected, "it is not in it"));
             }
         }
         Ok(release)
@@ -118,12 +114,8 @@ impl Release {
             let (start, end) = check_entry(&key, &name, &entry)?;
             ranges.push((start, end));
             if !weight_map.contains_key(&name) {
-                return Err(corrupt(
-                    &key,
-                    "a tensor that the index does not list",
-                    "none",
-                    format!("`{name}`"),
-                ));
+                let what = "a tensor that the index does not list";
+                return Err(Error::corrupt(&key, what, "none", format!("`{name}`")));
             }
             let checksum = checksums.get(&name).cloned().unwrap_or_default();
             let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
@@ -131,7 +123,7 @@ impl Release {
                 let expected =
                     format!("{} lower-case hex digits of {}", self.checksum.digits(), self.checksum);
                 let found = format!("`{}`", checksum.escape_default());
-                return Err(corrupt(format!("`{name}` in {key}"), "checksum", expected, found));
+                return Err(Error::corrupt(format!("`{name}` in {key}"), "checksum", expected, found));
             }
             match self.tensors.get(&name) {
                 Some(first) if first.checksum != checksum => {
@@ -182,7 +174,7 @@ fn check_metadata(key: &Key, version: Version, metadata: &Metadata) -> Result<(E
         let number = found.as_ref().and_then(|text| text.parse::<Version>().ok());
         if number != Some(expected) {
             let found = found.as_deref().unwrap_or("none").escape_default();
-            return Err(corrupt(key, what, expected, found));
+            return Err(Error::corrupt(key, what, expected, found));
         }
     }
     Ok((encoding, checksum))
@@ -191,17 +183,17 @@ fn check_metadata(key: &Key, version: Version, metadata: &Metadata) -> Result<(E
 /// The header's entries, not yet looked into, and the range of the data behind it.
 fn read_header(store: &dyn Store, key: &Key) -> Result<(BTreeMap<String, serde_json::Value>, Range<u64>)> {
     let missing = |error| match error {
-        StoreError::NotFound { .. } => corrupt(key, "a file of the index", "there", "missing"),
+        StoreError::NotFound { .. } => Error::corrupt(key, "a file of the index", "there", "missing"),
         error => error.into(),
     };
     let size = store.head(key).map_err(missing)?.size;
     let length = store.get(key, Some(0..8)).map_err(missing)?;
     let Ok(length) = length.try_into().map(u64::from_le_bytes) else {
-        return Err(corrupt(key, "truncated before the header length", "8 bytes", size));
+        return Err(Error::corrupt(key, "truncated before the header length", "8 bytes", size));
     };
     let limit = HEADER_BYTES_MAX.min(size.saturating_sub(8));
     if length > limit {
-        return Err(corrupt(key, "header length", format!("at most {limit}"), length));
+        return Err(Error::corrupt(key, "header length", format!("at most {limit}"), length));
     }
     let bytes = store.get(key, Some(8..8 + length)).map_err(missing)?;
     let header: Unique<serde_json::Value> = serde_json::from_slice(&bytes)
@@ -218,13 +210,13 @@ fn parse<T: serde::de::DeserializeOwned>(key: &Key, value: serde_json::Value) ->
 fn check_entry(key: &Key, name: &str, entry: &Entry) -> Result<(u64, u64)> {
     let subject = || format!("`{name}` in {key}");
     if entry.dtype != "U8" {
-        return Err(corrupt(subject(), "element type of a frame", "U8", entry.dtype.escape_default()));
+        return Err(Error::corrupt(subject(), "element type of a frame", "U8", entry.dtype.escape_default()));
     }
     let (start, end) = entry.data_offsets;
     let length = end.checked_sub(start);
     if entry.shape.len() != 1 || entry.shape.first().copied() != length {
         let found = format!("shape {:?}, bytes {start}..{end}", entry.shape);
-        return Err(corrupt(subject(), "shape of a frame", "its number of bytes", found));
+        return Err(Error::corrupt(subject(), "shape of a frame", "its number of bytes", found));
     }
     Ok((start, end))
 }
@@ -235,9 +227,9 @@ fn check_cover(key: &Key, mut ranges: Vec<(u64, u64)>, data: u64) -> Result<()> 
     let mut next = 0;
     for (start, end) in ranges {
         if start != next {
-            return Err(corrupt(key, "start of a frame", next, start));
+            return Err(Error::corrupt(key, "start of a frame", next, start));
         }
         next = end;
     }
-    if next == data { Ok(()) } else { Err(corrupt(key, "bytes of all frames", data, next)) }
+    if next == data { Ok(()) } else { Err(Error::corrupt(key, "bytes of all frames", data, next)) }
 }

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
-use std::{fmt, fs, io};
+use std::{fmt, fs};
 
-use driftless_store::os::regular;
+use driftless_store::os::{if_there, regular};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
@@ -23,12 +23,9 @@ pub(super) type WeightMap = BTreeMap<String, String>;
 /// Reads a directory's index; `None` when it has none.
 pub(super) fn read(dir: &Path) -> Result<Option<WeightMap>> {
     let path = dir.join(INDEX);
-    let size = match fs::metadata(&path) {
-        Ok(metadata) => metadata.len(),
-        Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(Error::io("inspect", &path, source)),
-    };
-    if size > INDEX_BYTES_MAX {
+    let found = if_there(fs::metadata(&path)).map_err(|source| Error::io("inspect", &path, source))?;
+    let Some(metadata) = found else { return Ok(None) };
+    if metadata.len() > INDEX_BYTES_MAX {
         return Err(Error::TooLarge { what: format!("`{}`", path.display()), max: INDEX_BYTES_MAX });
     }
     let bytes = regular::read(&path).map_err(|source| Error::io("read", &path, source))?;

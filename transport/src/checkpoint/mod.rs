@@ -184,12 +184,9 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::TensorMismatch`] if there is none.
     pub(crate) fn named(&self, name: &str) -> Result<&[u8]> {
-        self.position(name).and_then(|index| self.tensor(index)).ok_or_else(|| Error::TensorMismatch {
-            tensor: name.to_owned(),
-            what: "entry in the checkpoint",
-            expected: "present".to_owned(),
-            found: "absent".to_owned(),
-        })
+        self.position(name)
+            .and_then(|index| self.tensor(index))
+            .ok_or_else(|| Error::mismatch(name, "entry in the checkpoint", "present", "absent"))
     }
 
     /// Copies the weight files and the index, if there is one, into `target` and syncs each. Returns their

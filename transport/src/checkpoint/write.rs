@@ -2,12 +2,12 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{BufWriter, ErrorKind, Write as _};
+use std::io::{BufWriter, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use driftless_store::os::watch::{self, Call};
-use driftless_store::os::{remove_dir, sync_dir, sync_file, write_file};
+use driftless_store::os::{if_there, remove_dir, sync_dir, sync_file, write_file};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use super::{INDEX, SINGLE, header, index};
@@ -137,14 +137,7 @@ fn write_shard(
     let mut infos = order.iter().map(|(_, info)| *info);
     stream(&positions, &mut |bytes| {
         let Some(info) = infos.next() else { return Ok(()) };
-        if bytes.len() as u64 != info.byte_len()? {
-            return Err(Error::TensorMismatch {
-                tensor: info.name.clone(),
-                what: "number of bytes",
-                expected: info.byte_len()?.to_string(),
-                found: bytes.len().to_string(),
-            });
-        }
+        info.check_bytes(bytes)?;
         watch::before(Call::Write, path).and_then(|()| file.write_all(bytes)).map_err(io)
     })?;
     let file = file.into_inner().map_err(|error| io(error.into_error()))?;
@@ -164,12 +157,8 @@ fn write_all(dir: &Path, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Resul
 
 /// Whether `dir` exists with content, which is only accepted when it is a checkpoint and no replica.
 fn replaceable(dir: &Path) -> Result<bool> {
-    let mut entries = match fs::read_dir(dir) {
-        Ok(entries) => entries,
-        Err(source) if source.kind() == ErrorKind::NotFound => return Ok(false),
-        Err(source) => return Err(Error::io("list", dir, source)),
-    };
-    if entries.next().is_none() {
+    let entries = if_there(fs::read_dir(dir)).map_err(|source| Error::io("list", dir, source))?;
+    if entries.is_none_or(|mut entries| entries.next().is_none()) {
         return Ok(false);
     }
     let is_checkpoint = dir.join(SINGLE).exists() || dir.join(INDEX).exists();

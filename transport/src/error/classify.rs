@@ -1,5 +1,6 @@
-//! Classifies errors: whether a retry can help, whether bytes were refused.
+//! Makes errors, and classifies them: whether a retry can help, whether bytes were refused.
 
+use std::fmt::Display;
 use std::io;
 use std::path::Path;
 
@@ -9,6 +10,28 @@ impl Error {
     /// Wraps an I/O error of the file system, as [`driftless_store::Error::io`] does.
     pub fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
         Self::Store(driftless_store::Error::io(action, path, source))
+    }
+
+    /// Something that came from a store or a disk is not what it must be.
+    pub fn corrupt(
+        subject: impl Display,
+        what: &'static str,
+        expected: impl Display,
+        found: impl Display,
+    ) -> Self {
+        let (expected, found) = (expected.to_string(), found.to_string());
+        Self::Corrupt { subject: subject.to_string(), what, expected, found }
+    }
+
+    /// Something about a tensor is not what it must be.
+    pub fn mismatch(
+        tensor: impl Into<String>,
+        what: &'static str,
+        expected: impl Display,
+        found: impl Display,
+    ) -> Self {
+        let (expected, found) = (expected.to_string(), found.to_string());
+        Self::TensorMismatch { tensor: tensor.into(), what, expected, found }
     }
 
     /// True if the same call may succeed later with the same arguments.

@@ -48,12 +48,7 @@ impl Follower {
         let Core { replica, engines, released, .. } = core;
         let ordered = !options.coordinated || *released == replica.applied().map(|applied| applied.version);
         let checkpoint = replica.share()?;
-        let manifest = Arc::new(
-            replica
-                .manifest()
-                .cloned()
-                .ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?,
-        );
+        let manifest = Arc::new(replica.held()?.1.clone());
         let label = manifest.label();
         let stop = self.watching().clone().unwrap_or_default();
         let is_due = |at: Instant| due.is_none_or(|now| at <= now);

@@ -109,40 +109,20 @@ fn identity(page: &mut Page, status: &Status) {
 
 fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant) {
     if let Some(applied) = &status.applied {
-        page.single("version", "gauge", "Version on disk.", applied.version.0);
-        let seconds = applied.prepare_ms / 1e3;
-        page.single(
-            "last_prepare_seconds",
-            "gauge",
-            "Fetch, check and apply of that version, until engines could load it.",
-            seconds,
-        );
+        page.gauge("version", "Version on disk.", applied.version.0);
+        let help = "Fetch, check and apply of that version, until engines could load it.";
+        page.gauge("last_prepare_seconds", help, applied.prepare_ms / 1e3);
     }
     if let Some(newest) = status.newest {
-        page.single("newest_version", "gauge", "Newest version that the store was seen to have.", newest.0);
+        page.gauge("newest_version", "Newest version that the store was seen to have.", newest.0);
     }
-    page.single("lag_versions", "gauge", "Versions between the disk and the store.", lag(status));
+    page.gauge("lag_versions", "Versions between the disk and the store.", lag(status));
     let behind = counters.behind.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-    page.single(
-        "lag_seconds",
-        "gauge",
-        "For how long the store has had a newer version.",
-        behind.as_secs_f64(),
-    );
+    page.gauge("lag_seconds", "For how long the store has had a newer version.", behind.as_secs_f64());
     let applied = &counters.applied;
-    page.single("versions_applied_total", "counter", "Versions applied.", applied.versions);
-    page.single(
-        "elements_changed_total",
-        "counter",
-        "Elements changed by the versions applied.",
-        applied.changed,
-    );
-    page.single(
-        "fetched_bytes_total",
-        "counter",
-        "Bytes of the objects of the versions applied.",
-        applied.bytes,
-    );
+    page.counter("versions_applied_total", "Versions applied.", applied.versions);
+    page.counter("elements_changed_total", "Elements changed by the versions applied.", applied.changed);
+    page.counter("fetched_bytes_total", "Bytes of the objects of the versions applied.", applied.bytes);
     page.family(
         "apply_seconds_total",
         "counter",
@@ -153,16 +133,16 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     {
         page.sample("apply_seconds_total", &[("phase", phase)], time.as_secs_f64());
     }
-    page.single("prepare_failures_total", "counter", "Prepares that failed.", counters.prepare_failures);
+    page.counter("prepare_failures_total", "Prepares that failed.", counters.prepare_failures);
     let help = "Prepares that ended at bytes which are not what they must be.";
-    page.single("refused_total", "counter", help, counters.refused);
+    page.counter("refused_total", help, counters.refused);
     let help = "Bytes of the checkpoint that were compared with their digests in the background.";
-    page.single("scrubbed_bytes_total", "counter", help, counters.scrubbed_bytes);
+    page.counter("scrubbed_bytes_total", help, counters.scrubbed_bytes);
     let help = "Damage that this found; the directory is then built anew.";
-    page.single("scrub_mismatches_total", "counter", help, counters.scrub_mismatches);
+    page.counter("scrub_mismatches_total", help, counters.scrub_mismatches);
     if let Some(error) = counters.last_error {
         let age = now.saturating_duration_since(error).as_secs_f64();
-        page.single("last_error_age_seconds", "gauge", "Since the last failure; absent before one.", age);
+        page.gauge("last_error_age_seconds", "Since the last failure; absent before one.", age);
     }
 }
 
@@ -172,8 +152,8 @@ fn traffic(page: &mut Page, store: &Counts) {
     for (operation, count) in calls.into_iter().chain([("list", store.lists), ("delete", store.deletes)]) {
         page.sample("store_requests_total", &[("operation", operation)], count);
     }
-    page.single("store_read_bytes_total", "counter", "Bytes read from the store.", store.bytes_got);
-    page.single("store_written_bytes_total", "counter", "Bytes written to the store.", store.bytes_put);
+    page.counter("store_read_bytes_total", "Bytes read from the store.", store.bytes_got);
+    page.counter("store_written_bytes_total", "Bytes written to the store.", store.bytes_put);
 }
 
 fn engines(page: &mut Page, status: &Status, counters: &Counters) {

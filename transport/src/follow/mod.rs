@@ -356,8 +356,7 @@ impl Follower {
             record_applied(&mut self.status_mut(), replica, engines, started.elapsed(), bytes);
         }
         let advanced = moved?;
-        let applied =
-            replica.applied().ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?;
+        let (applied, _) = replica.held()?;
         let prepared = Prepared { version: applied.version, label: applied.label(), advanced };
         self.acknowledge(core);
         Ok(prepared)

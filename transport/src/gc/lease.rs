@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use driftless_store::{Entry, Error as StoreError, Key, PutMode, Store};
+use driftless_store::{Entry, Key, PutMode, Store, if_found};
 use serde::{Deserialize, Serialize};
 
 use super::Ack;
@@ -60,14 +60,9 @@ pub struct Lease {
 pub(super) fn leases(run: &Run, model: &str, now: Option<SystemTime>, ttl: Duration) -> Result<Vec<Lease>> {
     let mut leases = Vec::new();
     for entry in run.followers()? {
-        let bytes = match run.store().get(&entry.key, Some(0..LEASE_BYTES_MAX)) {
-            // Withdrawn since it was listed.
-            Err(StoreError::NotFound { .. }) => continue,
-            bytes => bytes?,
-        };
-        if let Some(lease) = lease(&entry, &bytes, model, now, ttl) {
-            leases.push(lease);
-        }
+        // None: withdrawn since it was listed.
+        let found = if_found(run.store().get(&entry.key, Some(0..LEASE_BYTES_MAX)))?;
+        leases.extend(found.and_then(|bytes| lease(&entry, &bytes, model, now, ttl)));
     }
     Ok(leases)
 }

@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use derive_setters::Setters;
-use driftless_store::{Error as StoreError, Key};
+use driftless_store::{Error as StoreError, Key, if_found};
 
 use crate::error::{Error, Result};
 use crate::ids::Version;
@@ -223,12 +223,10 @@ fn down_to_anchor(
 fn fresh_below(run: &Run, model: &str, before: Version, floor: Version) -> Result<BTreeSet<Version>> {
     let mut fresh = BTreeSet::new();
     for version in (before.0..floor.0).rev().map(Version) {
-        match run.store().get(&run.manifest_key(model, version)?, None) {
-            Ok(bytes) if Tombstone::parse(&bytes).is_some() => break,
-            Ok(_) => fresh.insert(version),
-            // Another collection is at it.
-            Err(StoreError::NotFound { .. }) => break,
-            Err(error) => return Err(error.into()),
+        match if_found(run.store().get(&run.manifest_key(model, version)?, None))? {
+            Some(bytes) if Tombstone::parse(&bytes).is_none() => fresh.insert(version),
+            // Or another collection is at it.
+            _ => break,
         };
     }
     Ok(fresh)

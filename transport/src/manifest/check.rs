@@ -39,12 +39,7 @@ impl Check<'_> {
         expected: impl Display,
         found: impl Display,
     ) -> Error {
-        Error::Corrupt {
-            subject: format!("{}: {place}", self.subject),
-            what,
-            expected: expected.to_string(),
-            found: found.to_string(),
-        }
+        Error::corrupt(format!("{}: {place}", self.subject), what, expected, found)
     }
 
     fn identity(&self) -> Result<()> {

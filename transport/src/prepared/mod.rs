@@ -134,7 +134,7 @@ impl PreparedDelta {
     pub fn open(path: &Path) -> Result<Option<Self>> {
         let Some((file, head)) = open_head(path)? else { return Ok(None) };
         let subject = format!("prepared delta `{}`", path.display());
-        let torn = |found: String| corrupt(&subject, "its header", "within the file".to_owned(), found);
+        let torn = |found: String| Error::corrupt(&subject, "its header", "within the file", found);
         if head.bytes > HEADER_BYTES_MAX
             || head.start < HEAD_BYTES as u64
             || !head.start.is_multiple_of(ALIGN)
@@ -144,7 +144,7 @@ impl PreparedDelta {
         let text = read_at(&file, head.start, head.bytes, &subject)?;
         let found = ContentDigest::of(&text);
         if found != head.digest {
-            return Err(corrupt(&subject, "its header's digest", head.digest.to_string(), found.to_string()));
+            return Err(Error::corrupt(&subject, "its header's digest", head.digest, found));
         }
         let header: Header = serde_json::from_slice(&text)
             .map_err(|source| Error::Parse { subject: subject.clone(), source })?;
@@ -157,7 +157,12 @@ impl PreparedDelta {
             let fits = tensor.places().is_some_and(|places| places.iter().all(inside));
             if !fits || tensor.changed > tensor.info().elements()? {
                 let expected = format!("arrays of `{}` within bytes {arrays:?}", tensor.name);
-                return Err(corrupt(&subject, "its arrays", expected, format!("{} changes", tensor.changed)));
+                return Err(Error::corrupt(
+                    &subject,
+                    "its arrays",
+                    expected,
+                    format!("{} changes", tensor.changed),
+                ));
             }
         }
         Ok(Some(Self { file, subject, id: head.digest, arrays, header }))
@@ -223,7 +228,7 @@ impl PreparedDelta {
         if found == expected {
             return Ok(());
         }
-        Err(corrupt(
+        Err(Error::corrupt(
             &self.subject,
             "the checksum of its arrays",
             format!("{expected:x}"),
@@ -249,7 +254,7 @@ impl PreparedDelta {
             let inside = positions.last().is_none_or(|last| u64::from(u32::from_le_bytes(*last)) < elements);
             if !ascending || !inside {
                 let expected = format!("positions of `{}` that ascend below {elements}", tensor.name);
-                return Err(corrupt(&self.subject, "its positions", expected, "others".to_owned()));
+                return Err(Error::corrupt(&self.subject, "its positions", expected, "others"));
             }
         }
         Ok(arrays)
@@ -324,7 +329,7 @@ impl Head {
         if head.to_bytes() == *bytes {
             return Ok(head);
         }
-        Err(corrupt(subject, "its first bytes", "dftlpre2".to_owned(), "others".to_owned()))
+        Err(Error::corrupt(subject, "its first bytes", "dftlpre2", "others"))
     }
 }
 
@@ -349,19 +354,15 @@ fn read_at(file: &File, start: u64, bytes: u64, subject: &str) -> Result<Vec<u8>
     let length = file.metadata().map_err(|source| Error::io("look at", subject, source))?.len();
     if start.checked_add(bytes).is_none_or(|end| end > length) {
         let expected = format!("at least {} bytes", start.saturating_add(bytes));
-        return Err(corrupt(subject, "its length", expected, format!("{length} bytes")));
+        return Err(Error::corrupt(subject, "its length", expected, format!("{length} bytes")));
     }
     let mut out = vec![0; usize::try_from(bytes).unwrap_or_default()];
     match file.read_exact_at(&mut out, start) {
         Err(source) if source.kind() == ErrorKind::UnexpectedEof => {
-            Err(corrupt(subject, "its length", format!("{length} bytes"), "fewer".to_owned()))
+            Err(Error::corrupt(subject, "its length", format!("{length} bytes"), "fewer"))
         }
         read => read.map(|()| out).map_err(|source| Error::io("read", subject, source)),
     }
-}
-
-fn corrupt(subject: &str, what: &'static str, expected: String, found: String) -> Error {
-    Error::Corrupt { subject: subject.to_owned(), what, expected, found }
 }
 
 /// Where the prepared delta for a checkpoint directory, which exists, lies in the plugins' directory `dir`.

@@ -168,16 +168,8 @@ pub(super) fn unique_tensors(snapshot: &dyn Snapshot) -> Result<Vec<usize>> {
 
 /// A tensor's bytes, as many as its shape says.
 pub(super) fn tensor_bytes(snapshot: &dyn Snapshot, index: usize) -> Result<Cow<'_, [u8]>> {
-    let info = &snapshot.tensors()[index];
-    let (bytes, expected) = (snapshot.bytes(index)?, info.byte_len()?);
-    if bytes.len() as u64 != expected {
-        return Err(Error::TensorMismatch {
-            tensor: info.name.clone(),
-            what: "number of bytes",
-            expected: expected.to_string(),
-            found: bytes.len().to_string(),
-        });
-    }
+    let bytes = snapshot.bytes(index)?;
+    snapshot.tensors()[index].check_bytes(&bytes)?;
     Ok(bytes)
 }
 

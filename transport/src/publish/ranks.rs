@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use driftless_store::{Error as StoreError, Key, PutMode};
+use driftless_store::{Key, PutMode, if_found};
 
 use super::encode::Done;
 use super::options::{FullBecause, Mode, Published, Rank, Step};
@@ -239,11 +239,8 @@ impl Publisher {
         loop {
             for (number, slot) in (0..).zip(&mut parts).filter(|(_, slot)| slot.is_none()) {
                 let key = part_key(root, &rank.attempt, number)?;
-                match self.run.store().get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
-                    Ok(bytes) => *slot = Some(self.read_part(&bytes, version, &key)?),
-                    Err(StoreError::NotFound { .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
+                let found = if_found(self.run.store().get(&key, Some(0..MANIFEST_BYTES_MAX + 1)))?;
+                *slot = found.map(|bytes| self.read_part(&bytes, version, &key)).transpose()?;
             }
             let missing: Vec<u32> =
                 (0..).zip(&parts).filter(|(_, part)| part.is_none()).map(|(number, _)| number).collect();

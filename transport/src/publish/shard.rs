@@ -128,12 +128,7 @@ pub(super) fn slice_bytes(shard: &dyn Shard, index: usize) -> Result<Cow<'_, [u8
     let slice = &shard.slices()[index];
     let (bytes, expected) = (shard.bytes(index)?, slice.byte_len()?);
     if bytes.len() as u64 != expected {
-        return Err(Error::TensorMismatch {
-            tensor: slice.tensor.name.clone(),
-            what: "number of bytes",
-            expected: expected.to_string(),
-            found: bytes.len().to_string(),
-        });
+        return Err(Error::mismatch(&slice.tensor.name, "number of bytes", expected, bytes.len()));
     }
     Ok(bytes)
 }

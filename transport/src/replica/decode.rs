@@ -100,14 +100,10 @@ impl<'a> Deltas<'a> {
     /// delta serves several names only where their bases are the same.
     fn base_table(&self, tensor: &Tensor) -> Result<&'a DigestTable> {
         let table_of = |name: &str| {
-            self.main_names.get(name).and_then(|main| self.base.tables.get(*main)).ok_or_else(|| {
-                Error::TensorMismatch {
-                    tensor: name.to_owned(),
-                    what: "entry in the base's tensor table",
-                    expected: "present".to_owned(),
-                    found: "absent".to_owned(),
-                }
-            })
+            self.main_names
+                .get(name)
+                .and_then(|main| self.base.tables.get(*main))
+                .ok_or_else(|| Error::mismatch(name, "entry in the base's tensor table", "present", "absent"))
         };
         let table = table_of(&tensor.name)?;
         for alias in &tensor.aliases {
@@ -206,12 +202,7 @@ pub(super) fn check_digest(tensor: &Tensor, table: &DigestTable) -> Result<()> {
     if found == tensor.digest {
         return Ok(());
     }
-    Err(Error::TensorMismatch {
-        tensor: tensor.name.clone(),
-        what: "digest",
-        expected: tensor.digest.to_string(),
-        found: found.to_string(),
-    })
+    Err(Error::mismatch(&tensor.name, "digest", tensor.digest, found))
 }
 
 /// The bytes of a tensor that a piece covers.

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use super::objects::{CACHE_BYTES, Place};
 use super::prefault::PAGE;
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
 use crate::run::Committed;
+use crate::snapshot::{Form, check_table};
 
 /// Most bytes that decoding holds for each byte of a payload: a change takes four to eight bytes in a patch,
 /// and hardly less than one in `wire`.
@@ -146,24 +146,10 @@ pub(crate) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
         });
     }
     let (old, new) = (base.named_tensors(), new.named_tensors());
-    let describe = |entry: Option<&(&str, &Tensor)>| match entry {
-        Some((name, tensor)) => {
-            format!("`{name}` {} {:?}", tensor.dtype, tensor.shape)
-        }
-        None => "none".to_owned(),
-    };
-    fn form<'a>(entry: &(&'a str, &'a Tensor)) -> (&'a str, Dtype, &'a [u64]) {
+    fn form<'a>(entry: &(&'a str, &'a Tensor)) -> Form<'a> {
         (entry.0, entry.1.dtype, &entry.1.shape)
     }
-    for index in 0..old.len().max(new.len()) {
-        let (expected, found) = (old.get(index), new.get(index));
-        if expected.map(form) != found.map(form) {
-            let tensor = found.or(expected).map_or_else(String::new, |(name, _)| (*name).to_owned());
-            let (expected, found) = (describe(expected), describe(found));
-            return Err(Error::TensorMismatch { tensor, what: "entry in the tensor table", expected, found });
-        }
-    }
-    Ok(())
+    check_table(old.iter().map(form), new.iter().map(form))
 }
 
 #[cfg(test)]

@@ -164,11 +164,8 @@ fn successor(state: &State, next: &Foreign<'_>) -> Manifest {
 /// # Errors
 /// [`Error::TensorMismatch`] if it is not there.
 pub fn position(manifest: &Manifest, name: &str) -> Result<usize> {
-    manifest.position(name).ok_or_else(|| Error::TensorMismatch {
-        tensor: name.to_owned(),
-        what: "place in the local checkpoint",
-        expected: "one that the version changes".into(),
-        found: "none".into(),
+    manifest.position(name).ok_or_else(|| {
+        Error::mismatch(name, "place in the local checkpoint", "one that the version changes", "none")
     })
 }
 

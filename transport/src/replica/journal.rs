@@ -6,13 +6,13 @@
 //! without a valid commit at its very end was never committed.
 
 use std::fs::File;
-use std::io::{self, BufWriter, ErrorKind, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 
 use driftless_store::os::watch::{self, Call};
-use driftless_store::os::{remove_file, sync_file};
+use driftless_store::os::{if_there, remove_file, sync_file};
 
 use crate::error::{Error, Result};
 
@@ -224,10 +224,7 @@ fn records(content: &[u8]) -> Option<Vec<Record<'_>>> {
 
 /// Removes a journal if there is one; the caller syncs the directory.
 pub(super) fn remove(path: &Path) -> Result<()> {
-    match remove_file(path) {
-        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, source)),
-        _ => Ok(()),
-    }
+    if_there(remove_file(path)).map(drop).map_err(|source| Error::io("remove", path, source))
 }
 
 #[cfg(test)]

@@ -267,6 +267,16 @@ impl Replica {
         self.state.as_ref().map(|state| &state.manifest)
     }
 
+    /// The applied version and its manifest.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NothingApplied`] before the first version.
+    pub fn held(&self) -> Result<(&Applied, &Manifest)> {
+        let state = self.state.as_ref().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
+        Ok((&state.applied, &state.manifest))
+    }
+
     /// The applied version's tensors and files. A follower whose engines are patched first may still write
     /// their bytes ([`Checkpoint::wait`]).
     ///
@@ -275,16 +285,17 @@ impl Replica {
     /// [`Error::NothingApplied`] before the first version, and while a committed apply could not be finished
     /// (a full disk): call [`Replica::advance`] again or open the replica anew.
     pub fn checkpoint(&self) -> Result<&Checkpoint> {
-        match &self.state {
-            Some(state) if !self.unfinished => Ok(&state.checkpoint),
-            _ => Err(Error::NothingApplied { path: self.dir.clone() }),
-        }
+        Ok(&self.whole()?.checkpoint)
     }
 
     /// The checkpoint for another thread. While a clone is alive, the replica does not advance.
     pub(crate) fn share(&self) -> Result<Arc<Checkpoint>> {
+        Ok(self.whole()?.checkpoint.clone())
+    }
+
+    fn whole(&self) -> Result<&State> {
         match &self.state {
-            Some(state) if !self.unfinished => Ok(state.checkpoint.clone()),
+            Some(state) if !self.unfinished => Ok(state),
             _ => Err(Error::NothingApplied { path: self.dir.clone() }),
         }
     }
@@ -321,7 +332,7 @@ impl Replica {
     /// [`Error::TensorMismatch`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) name the first
     /// difference; [`Error::NothingApplied`].
     pub fn verify(&self) -> Result<()> {
-        let manifest = self.manifest().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
+        let (_, manifest) = self.held()?;
         if let Some(state) = &self.state {
             state.checkpoint.wait(SYNC_DEADLINE)?;
         }

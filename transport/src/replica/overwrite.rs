@@ -113,11 +113,6 @@ fn patch(edit: &Edit<'_>, tensor: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-fn outside(tensor: &str, found: impl Into<String>) -> Error {
-    Error::TensorMismatch {
-        tensor: tensor.to_owned(),
-        what: "range that the journal overwrites",
-        expected: "inside the tensor".into(),
-        found: found.into(),
-    }
+fn outside(tensor: &str, found: impl std::fmt::Display) -> Error {
+    Error::mismatch(tensor, "range that the journal overwrites", "inside the tensor", found)
 }

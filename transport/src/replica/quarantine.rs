@@ -10,7 +10,7 @@ use std::path::Path;
 
 use driftless_store::Error as StoreError;
 use driftless_store::os::watch::{self, Call};
-use driftless_store::os::{remove_dir, remove_file, rename, sync_dir};
+use driftless_store::os::{if_there, remove_dir, remove_file, rename, sync_dir};
 
 use super::own::weight_names;
 use super::state::{Applied, Copy, Layout, Marker, read_optional};
@@ -71,10 +71,7 @@ fn pin(layout: &Layout) -> std::path::PathBuf {
 }
 
 fn shift(from: &Path, to: &Path) -> Result<()> {
-    match rename(from, to) {
-        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("set aside", from, source)),
-        _ => Ok(()),
-    }
+    if_there(rename(from, to)).map(drop).map_err(|source| Error::io("set aside", from, source))
 }
 
 /// What the directory held before it was set aside, if that can still be read.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
 use driftless_store::ContentDigest;
-use driftless_store::os::{regular, remove_dir, remove_file, rename, sync_dir};
+use driftless_store::os::{if_there, regular, remove_dir, remove_file, rename, sync_dir};
 
 use super::decode::check_digest;
 use super::journal::{self, Record};
@@ -45,11 +45,8 @@ pub(super) fn redo(
     offering: Option<Offering>,
 ) -> Result<Option<Redone>> {
     let path = layout.journal();
-    let file = match regular::open(&path) {
-        Ok(file) => file,
-        Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(Error::io("open", &path, source)),
-    };
+    let opened = if_there(regular::open(&path)).map_err(|source| Error::io("open", &path, source))?;
+    let Some(file) = opened else { return Ok(None) };
     let bytes = map::map(&path, &file)?;
     let records = if sealed.is_some() { journal::sealed(&bytes) } else { journal::committed(&bytes) };
     let Some(records) = records else {
@@ -276,12 +273,10 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
                     renamed => renamed.map_err(|error| Error::io("install", &target, error))?,
                 }
             }
-            Record::Remove { name } => match remove_file(&withhold::place(layout, checked(name)?)) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    return Err(Error::io("remove", dir.join(name), error));
-                }
-                _ => {}
-            },
+            Record::Remove { name } => {
+                if_there(remove_file(&withhold::place(layout, checked(name)?)))
+                    .map_err(|error| Error::io("remove", dir.join(name), error))?;
+            }
             Record::File { name, bytes } => {
                 layout.replace(&withhold::place(layout, checked(name)?), bytes)?
             }

@@ -119,10 +119,5 @@ fn unread(path: &Path, source: io::Error) -> Error {
     if !lost && source.kind() != ErrorKind::UnexpectedEof {
         return Error::io("read", path, source);
     }
-    Error::Corrupt {
-        subject: format!("`{}`", path.display()),
-        what: "its content",
-        expected: "bytes that can be read".to_owned(),
-        found: source.to_string(),
-    }
+    Error::corrupt(format!("`{}`", path.display()), "its content", "bytes that can be read", source)
 }

@@ -3,14 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use driftless_delta::{BLOCK_ELEMENTS, DigestTable};
 use driftless_store::ContentDigest;
-use driftless_store::os::{regular, rename, sync_dir, write_file};
+use driftless_store::os::{if_there, regular, rename, sync_dir, write_file};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::Checkpoint;
@@ -231,11 +230,7 @@ impl Marker {
 
 /// A file's bytes, or `None` if it does not exist.
 pub(super) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
-    match regular::read(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(source) if source.kind() == ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::io("read", path, source)),
-    }
+    if_there(regular::read(path)).map_err(|source| Error::io("read", path, source))
 }
 
 /// Weight files as they are now.

@@ -5,10 +5,9 @@
 //! the process is killed in between, the directory does not load until the journal is carried out. Nothing
 //! here is synced: after a loss of power, only carrying out the journal makes the directory whole.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use driftless_store::os::rename;
+use driftless_store::os::{if_there, rename};
 
 use super::state::Layout;
 use crate::error::{Error, Result};
@@ -37,8 +36,5 @@ pub(super) fn place(layout: &Layout, name: &str) -> PathBuf {
 }
 
 fn shift(from: &Path, to: &Path) -> Result<()> {
-    match rename(from, to) {
-        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("move", from, source)),
-        _ => Ok(()),
-    }
+    if_there(rename(from, to)).map(drop).map_err(|source| Error::io("move", from, source))
 }

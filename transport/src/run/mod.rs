@@ -6,7 +6,9 @@ mod tombstone;
 use std::fmt;
 use std::sync::Arc;
 
-use driftless_store::{ContentDigest, Entry, Error as StoreError, Key, Object, PutMode, Store, download};
+use driftless_store::{
+    ContentDigest, Entry, Error as StoreError, Key, Object, PutMode, Store, download, if_found,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -100,12 +102,8 @@ impl Run {
     pub fn open(store: Arc<dyn Store>, name: &str) -> Result<Self> {
         check_name("run", name)?;
         let key = run_key(name)?;
-        let bytes = match store.get(&key, Some(0..RECORD_BYTES_MAX)) {
-            Err(StoreError::NotFound { .. }) => {
-                return Err(Error::NoSuchRun { name: name.to_owned(), store: store.to_string() });
-            }
-            bytes => bytes?,
-        };
+        let bytes = if_found(store.get(&key, Some(0..RECORD_BYTES_MAX)))?
+            .ok_or_else(|| Error::NoSuchRun { name: name.to_owned(), store: store.to_string() })?;
         let record: Record = from_json(&key, &bytes)?;
         if record.format != crate::manifest::FORMAT {
             return Err(Error::Unsupported {
@@ -215,12 +213,8 @@ impl Run {
     /// to be used.
     pub(crate) fn read(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
-        let bytes = match self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
-            Err(StoreError::NotFound { .. }) => {
-                return Err(Error::NoSuchVersion { run_id: self.id, model: model.to_owned(), version });
-            }
-            bytes => bytes?,
-        };
+        let bytes = if_found(self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)))?
+            .ok_or_else(|| Error::NoSuchVersion { run_id: self.id, model: model.to_owned(), version })?;
         if let Some(tombstone) = Tombstone::parse(&bytes) {
             self.check_is(&key, model, version, tombstone.run_id, &tombstone.model, tombstone.version)?;
             return Err(tombstone.into_error());
@@ -285,10 +279,7 @@ impl Run {
     /// # Errors
     /// Whatever the store reports.
     pub fn has(&self, model: &str, version: Version) -> Result<bool> {
-        match self.store.head(&self.manifest_key(model, version)?) {
-            Err(StoreError::NotFound { .. }) => Ok(false),
-            head => Ok(head.map(|_| true)?),
-        }
+        Ok(if_found(self.store.head(&self.manifest_key(model, version)?))?.is_some())
     }
 
     /// The newest committed version of a model, or `None` if there is none.

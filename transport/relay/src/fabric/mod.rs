@@ -2,17 +2,12 @@
 //!
 //! A [`Fabric`] is such a way in this process, and a [`Link`] joins it to one peer. Relays and their clients
 //! know these two traits, and speak about objects over a TCP connection beside the link. A new fabric is a
-//! file here that implements both, and a line in `FABRICS`; it has to pass `conformance`.
+//! file here that implements both, and a line in `FABRICS`; it has to pass `tests/fabric/conformance.rs`.
 //!
 //! | File | Is |
 //! |---|---|
 //! | `ucx/` | RDMA, TCP and shared memory through UCX (feature `ucx`) |
-//! | `memory` | links within this process, for tests |
-//! | `conformance` | the suite that every fabric passes (feature `conformance`) |
 
-#[cfg(feature = "conformance")]
-pub mod conformance;
-mod memory;
 #[cfg(feature = "ucx")]
 pub mod ucx;
 
@@ -21,8 +16,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::Result;
-
-pub use memory::MemoryFabric;
 
 /// A way between processes, opened in this one.
 pub trait Fabric: fmt::Debug + Send + Sync {

@@ -204,7 +204,7 @@ impl Shared {
             let mut watch = || if self.going() { control.check() } else { Err("the relay ends".to_owned()) };
             let mut wait = Wait { deadline: patience(ask.bytes), watch: &mut watch };
             link.send(ask.bytes as usize, ask.tag, &mut wait)?;
-            self.relay.cache.counters.served_bytes.fetch_add(ask.bytes, Relaxed);
+            self.relay.cache.counters().served_bytes += ask.bytes;
             drop(place);
             idle = self.idle.clone().try_acquire_many_owned(link.memory(0)?.len() as u32).ok();
             if idle.is_none() {

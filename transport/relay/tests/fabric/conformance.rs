@@ -1,11 +1,10 @@
-//! The suite that every [`Fabric`] passes. It is for tests: a broken rule panics.
-#![expect(clippy::unwrap_used, reason = "a failed step is a failed test, and its panic names the line")]
+//! The suite that every [`Fabric`] passes: a broken rule panics.
 
 use std::thread;
 use std::time::Duration;
 
-use super::{Fabric, Link, Wait};
-use crate::error::{Error, Result};
+use driftless_relay::fabric::{Fabric, Link, Wait};
+use driftless_relay::{Error, Result};
 
 /// Only a hang reaches it.
 const LONG: Duration = Duration::from_secs(120);
@@ -13,10 +12,7 @@ const LONG: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(50);
 
 /// Runs every check within this process.
-///
-/// # Panics
-/// At the first rule that the fabric breaks.
-pub fn check(fabric: &dyn Fabric) {
+pub(crate) fn check(fabric: &dyn Fabric) {
     messages_of_any_length_arrive_whole(fabric);
     links_on_threads_do_not_meet(fabric);
     tags_choose_the_message(fabric);

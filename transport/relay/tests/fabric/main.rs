@@ -2,7 +2,10 @@
 //! tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod conformance;
+mod memory;
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -12,10 +15,11 @@ use std::thread;
 use std::time::Duration;
 
 use driftless_relay::fabric::ucx::{Bucket, INFLIGHT_MAX, Ucx, UcxLink, UcxOptions};
-use driftless_relay::fabric::{MemoryFabric, conformance};
 use driftless_relay::{Error, Result};
 use driftless_testkit::process::Process;
 use driftless_testkit::random::Random;
+
+use memory::MemoryFabric;
 
 /// Only a hang reaches it.
 const LONG: Duration = Duration::from_secs(120);

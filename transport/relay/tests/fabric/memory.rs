@@ -1,6 +1,5 @@
 //! Links within this process: what a fabric does, without a library.
 
-use driftless_store::wait::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fmt;
@@ -8,15 +7,16 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Fabric, Link, Wait};
-use crate::error::{Error, Result};
+use driftless_relay::fabric::{Fabric, Link, Wait};
+use driftless_relay::{Error, Result};
+use driftless_store::wait::lock;
 
 /// Between two calls of a watch.
 const WATCH: Duration = Duration::from_millis(20);
 
 /// A fabric between the threads of this process. Clones are the same; links of two others never meet.
 #[derive(Clone, Debug, Default)]
-pub struct MemoryFabric {
+pub(crate) struct MemoryFabric {
     shared: Arc<Shared>,
 }
 

@@ -77,7 +77,7 @@ unsafe impl Send for UcxLink {}
 unsafe extern "C" fn on_lost(lost: *mut std::ffi::c_void, _: sys::ucp_ep_h, status: sys::ucs_status_t) {
     // SAFETY: `connect` passed the pointer of the link's `Arc`, which lives until its worker, whose progress
     // calls this, is destroyed. A peer that is killed in the middle of a transfer passes here in
-    // `tests/fabric.rs`.
+    // `tests/fabric/main.rs`.
     let lost = unsafe { &*lost.cast::<AtomicI32>() };
     lost.store(status.into(), SeqCst);
 }
