@@ -124,11 +124,7 @@ fn newest(store: &Arc<dyn Store>, args: &Args) -> Result<Option<Label>> {
 }
 
 fn no_version(args: &Args) -> Error {
-    Error::Usage {
-        what: "--once".to_owned(),
-        expected: format!("a version of model `{}` in run `{}`", args.model, args.run),
-        found: "none".to_owned(),
-    }
+    Error::usage("--once", format!("a version of model `{}` in run `{}`", args.model, args.run), "none")
 }
 
 fn show(rolled: &Rolled, output: Output) -> Result<()> {

@@ -1,11 +1,11 @@
 //! `driftless delta`.
 
-use crate::cli::publish::DeltaProfile;
+use crate::cli::publish::PROFILES;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
-use crate::cli::shared::paths;
-use driftless::delta::Patch;
+use crate::cli::shared::{numbers, paths};
 use driftless::delta::bundle::{self, Bundle, Summary, Tensor};
+use driftless::delta::{Patch, Profile};
 use driftless::transport::checkpoint::write_checkpoint;
 use driftless::transport::snapshot::{AuxFile, TensorInfo};
 use driftless::transport::{self, Checkpoint, Snapshot};
@@ -40,8 +40,8 @@ enum Command {
         #[arg(short, long, value_name = "FILE")]
         output: PathBuf,
         /// As small as it gets, or quick to decode.
-        #[arg(long, value_enum, default_value_t = DeltaProfile::Wire)]
-        profile: DeltaProfile,
+        #[arg(long, value_parser = numbers::one_of(&PROFILES), default_value = "wire")]
+        profile: Profile,
     },
     /// Write the checkpoint that FILE makes of BASE; its auxiliary files are BASE's.
     Apply {
@@ -78,14 +78,14 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     }
 }
 
-fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: Output) -> Result<()> {
+fn encode(base: &Path, new: &Path, file: &Path, profile: Profile, output: Output) -> Result<()> {
     paths::check_output("--output", file)?;
     paths::check_outside("--output", file, "BASE", base)?;
     paths::check_outside("--output", file, "NEW", new)?;
     let (base, new) = (paths::checkpoint("BASE", base)?, paths::checkpoint("NEW", new)?);
     let begin = Instant::now();
     let mut bytes = Vec::new();
-    let summary = bundle::encode(&tensors(&base), &tensors(&new), profile.into(), &mut bytes)?;
+    let summary = bundle::encode(&tensors(&base), &tensors(&new), profile, &mut bytes)?;
     let elapsed_ms = begin.elapsed().as_secs_f64() * 1e3;
     // Written whole or not at all: a torn delta would only be found by whoever applies it.
     let partial = file.with_extension("partial");

@@ -45,11 +45,8 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let run = Run::open(store::open(&args.store)?, &args.run)?;
-    let model = model(&run, args.model)?.ok_or_else(|| Error::Usage {
-        what: format!("run `{}`", run.name()),
-        expected: "a version to keep".to_owned(),
-        found: "none yet".to_owned(),
-    })?;
+    let model = model(&run, args.model)?
+        .ok_or_else(|| Error::usage(format!("run `{}`", run.name()), "a version to keep", "none yet"))?;
     let mut options = GcOptions::new(model);
     options.keep = args.keep;
     options.lease_ttl = Duration::from_secs(args.lease_ttl);

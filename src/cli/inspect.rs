@@ -73,11 +73,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 }
 
 fn nothing_named() -> Error {
-    Error::Usage {
-        what: "inspect".to_owned(),
-        expected: "the URL of a run, --store URL, or --manifest FILE".to_owned(),
-        found: "none of them".to_owned(),
-    }
+    Error::usage("inspect", "the URL of a run, --store URL, or --manifest FILE", "none of them")
 }
 
 fn has_runs(url: &str) -> Result<bool> {

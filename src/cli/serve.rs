@@ -26,8 +26,8 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 30000)]
     port: u16,
     /// Kind of the weights and the arithmetic [default: the checkpoint's].
-    #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
+    #[arg(long, value_parser = numbers::one_of(&KINDS))]
+    dtype: Option<Kind>,
     /// Where to compute: cpu, or cuda:N.
     #[arg(long, default_value = "cpu")]
     device: String,
@@ -50,11 +50,7 @@ pub(crate) struct Args {
     keys: keys::KeyArgs,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Dtype {
-    Bfloat16,
-    Float32,
-}
+const KINDS: [(&str, Kind); 2] = [("bfloat16", Kind::BFloat16), ("float32", Kind::Float)];
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("--model-path", &args.model_path)?;
@@ -63,8 +59,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.port = args.port;
     options.dialect = args.dialect;
     options.kind = match args.dtype {
-        Some(Dtype::Bfloat16) => Kind::BFloat16,
-        Some(Dtype::Float32) => Kind::Float,
+        Some(kind) => kind,
         None => driftless::torch::Config::published_kind(&args.model_path)?,
     };
     options.device = device(&args.device)?;

@@ -67,13 +67,11 @@ pub(crate) fn options(
 
 pub(crate) fn run(args: Args, _: Output) -> Result<()> {
     let Some(socket) = std::env::var_os(LOOP) else {
-        return Err(Error::Usage {
-            what: "driftless train-rank".to_owned(),
-            expected: format!(
-                "to be started by `driftless train --actor-num-gpus-per-node`, which sets {LOOP}"
-            ),
-            found: "none".to_owned(),
-        });
+        return Err(Error::usage(
+            "driftless train-rank",
+            format!("to be started by `driftless train --actor-num-gpus-per-node`, which sets {LOOP}"),
+            "none",
+        ));
     };
     if args.of_rank.deterministic {
         set_deterministic();

@@ -101,8 +101,8 @@ pub(crate) struct Args {
     /// What happens to running requests while an engine loads: they are recomputed with the new weights,
     /// aborted, or continued on the key-value cache of the old ones. With the last, SGLang's plugin patches without a
     /// pause.
-    #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
-    pause_generation_mode: PauseGenerationMode,
+    #[arg(long, value_parser = numbers::one_of(&PAUSES), default_value = "retract")]
+    pause_generation_mode: PauseMode,
     /// Whether to patch engines in place that have the Python package's plugin: where they have it, always
     /// (an engine without it is refused), or never. A version that cannot be patched is loaded.
     #[arg(long, value_enum, default_value_t = PluginUse::Auto)]
@@ -162,13 +162,8 @@ pub(crate) struct Args {
     keys: keys::KeyArgs,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum PauseGenerationMode {
-    Retract,
-    Abort,
-    #[value(name = "in_place")]
-    InPlace,
-}
+const PAUSES: [(&str, PauseMode); 3] =
+    [("retract", PauseMode::Retract), ("abort", PauseMode::Abort), ("in_place", PauseMode::InPlace)];
 
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
 enum PluginUse {
@@ -336,17 +331,12 @@ fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Act
     let load = Duration::from_secs(args.activate_deadline);
     let deadlines = Deadlines::default().with_load(load);
     let client = ClientOptions::default().with_keys(args.keys.read()?).with_deadlines(deadlines);
-    let pause = match args.pause_generation_mode {
-        PauseGenerationMode::Retract => PauseMode::Retract,
-        PauseGenerationMode::Abort => PauseMode::Abort,
-        PauseGenerationMode::InPlace => PauseMode::InPlace,
-    };
     if args.transport.pushes() {
-        let mut options = PushOptions::default().with_client(client).with_pause(pause);
+        let mut options = PushOptions::default().with_client(client).with_pause(args.pause_generation_mode);
         options.base = args.hf_checkpoint.clone();
         return Ok(vec![args.transport.push(&args.engine, options)?]);
     }
-    let mut options = DiskOptions::default().with_client(client).with_pause(pause);
+    let mut options = DiskOptions::default().with_client(client).with_pause(args.pause_generation_mode);
     (options.base, options.plugin) = (args.hf_checkpoint.clone(), plugin);
     options.engine_checkpoint_dir = args.engine_checkpoint_dir.clone();
     let engine = |url: &String| -> Result<Box<dyn Activate>> {

@@ -135,11 +135,8 @@ fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
 fn identity(args: &Args, run_id: Option<&str>) -> Result<Identity> {
     let mut run = *RunId::random().as_bytes();
     if let Some(run_id) = run_id {
-        hex::decode_to_slice(run_id, &mut run).map_err(|_| Error::Usage {
-            what: "--run-id".into(),
-            expected: "32 hex digits".into(),
-            found: format!("`{run_id}`"),
-        })?;
+        hex::decode_to_slice(run_id, &mut run)
+            .map_err(|_| Error::usage("--run-id", "32 hex digits", format!("`{run_id}`")))?;
     }
     let tokenizer = match &args.tokenizer {
         Some(path) => paths::read("--tokenizer", path, TOKENIZER_BYTES_MAX)?,
@@ -195,17 +192,12 @@ fn tokens(args: &Args, line: &str, place: &str) -> Result<Vec<i32>> {
     let value: Value =
         serde_json::from_str(line).map_err(|source| Error::Json { what: place.to_owned(), source })?;
     let field = |name: &str, expected: &str| {
-        value.get(name).ok_or_else(|| Error::Usage {
-            what: place.to_owned(),
-            expected: format!("an object with {expected} in `{name}`"),
-            found: "none".into(),
-        })
+        value
+            .get(name)
+            .ok_or_else(|| Error::usage(place, format!("an object with {expected} in `{name}`"), "none"))
     };
-    let wrong = |name: &str, expected: &str| Error::Usage {
-        what: place.to_owned(),
-        expected: format!("{expected} in `{name}`"),
-        found: "something else".into(),
-    };
+    let wrong =
+        |name: &str, expected: &str| Error::usage(place, format!("{expected} in `{name}`"), "something else");
     let input = field(&args.input_key, "a prompt")?;
     if !input.is_string() && !input.is_array() {
         return Err(wrong(&args.input_key, "text or a list of messages"));

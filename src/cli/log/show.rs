@@ -74,10 +74,8 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
 /// The samples of the step that is asked for.
 fn samples(args: &Args, texts: &Texts) -> Result<Vec<Record>> {
     let steps = texts.reader().rollouts();
-    let wrong = |expected: String, found: String| Error::Usage {
-        what: format!("step of {}", args.run.display()),
-        expected,
-        found,
+    let wrong = |expected: String, found: String| {
+        Error::usage(format!("step of {}", args.run.display()), expected, found)
     };
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else {
         return Err(wrong("one with samples".to_owned(), "an empty log".to_owned()));

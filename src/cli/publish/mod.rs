@@ -62,14 +62,14 @@ pub(crate) struct Args {
     checkpoint: PathBuf,
     /// Whole tensors, or the difference to the newest version; the result says why a version is published in
     /// full.
-    #[arg(long, value_enum, default_value_t = PublishMode::Delta)]
-    mode: PublishMode,
+    #[arg(long, value_parser = numbers::one_of(&MODES), default_value = "delta")]
+    mode: Mode,
     /// Publish version 0 by reference: digests only, for hosts that have the checkpoint already.
     #[arg(long, requires = "new_run")]
     by_reference: bool,
     /// Deltas as small as they get, or quick to decode.
-    #[arg(long, value_enum, default_value_t = DeltaProfile::Wire)]
-    profile: DeltaProfile,
+    #[arg(long, value_parser = numbers::one_of(&PROFILES), default_value = "wire")]
+    profile: Profile,
     /// Where the baseline is kept [default: driftless/baselines in the user's cache directory, by store and
     /// run].
     #[arg(long, value_name = "DIR")]
@@ -106,27 +106,9 @@ pub(crate) struct Args {
     slime: slime::PublishArgs,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum PublishMode {
-    Full,
-    Delta,
-}
-
+const MODES: [(&str, Mode); 2] = [("full", Mode::Full), ("delta", Mode::Delta)];
 /// Deltas as small as they get, or quick to decode.
-#[derive(Clone, Copy, clap::ValueEnum)]
-pub(crate) enum DeltaProfile {
-    Wire,
-    Fast,
-}
-
-impl From<DeltaProfile> for Profile {
-    fn from(profile: DeltaProfile) -> Profile {
-        match profile {
-            DeltaProfile::Wire => Profile::Wire,
-            DeltaProfile::Fast => Profile::Fast,
-        }
-    }
-}
+pub(crate) const PROFILES: [(&str, Profile); 2] = [("wire", Profile::Wire), ("fast", Profile::Fast)];
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("--checkpoint", &args.checkpoint)?;
@@ -156,10 +138,8 @@ fn baseline(args: &Args, store: &str) -> Result<PathBuf> {
         paths::check_own("--baseline-dir", dir, start)?;
         return Ok(dir.clone());
     }
-    default_baseline(store, &args.run.name()?, &args.run.model).ok_or_else(|| Error::Usage {
-        what: "baseline directory".to_owned(),
-        expected: "--baseline-dir, or HOME to put it under".to_owned(),
-        found: "neither".to_owned(),
+    default_baseline(store, &args.run.name()?, &args.run.model).ok_or_else(|| {
+        Error::usage("baseline directory", "--baseline-dir, or HOME to put it under", "neither")
     })
 }
 
@@ -194,12 +174,8 @@ fn publish(
     let shown = bar.clone();
     publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
     let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
-    let mode = match args.mode {
-        PublishMode::Full => Mode::Full,
-        PublishMode::Delta => Mode::Delta,
-    };
     if let Some(rank) = &rank {
-        let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, mode, rank)?;
+        let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, args.mode, rank)?;
         bar.finish_and_clear();
         let run = finish(args, publisher);
         let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});
@@ -209,7 +185,7 @@ fn publish(
     let published = if args.by_reference {
         publisher.publish_reference(&args.checkpoint, step)?
     } else {
-        publisher.publish(&checkpoint, step, mode)?
+        publisher.publish(&checkpoint, step, args.mode)?
     };
     bar.finish_and_clear();
     let run = finish(args, publisher);
@@ -232,7 +208,7 @@ fn options(args: &Args, store: &Arc<dyn Store>, baseline_dir: &Path) -> Result<P
     };
     let mut options = PublisherOptions::new(args.run.name()?, start, baseline_dir);
     options.model = args.run.model.clone();
-    options.profile = args.profile.into();
+    options.profile = args.profile;
     options.anchor_every = args.anchor_every;
     options.anchor_share = args.anchor_share;
     options.allow_layout_change = args.allow_layout_change;
@@ -245,7 +221,7 @@ fn options(args: &Args, store: &Arc<dyn Store>, baseline_dir: &Path) -> Result<P
 /// What the layout has no place for.
 fn refuse_for_slime(args: &Args) -> Result<()> {
     let refused = [
-        ("--mode full", matches!(args.mode, PublishMode::Full)),
+        ("--mode full", args.mode == Mode::Full),
         ("--resume-or-new", args.resume_or_new),
         ("--by-reference", args.by_reference),
         ("--anchor-every", args.anchor_every.is_some()),
@@ -256,15 +232,11 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--notify", args.notify.is_given()),
         ("--rank", args.ranks.rank().is_some()),
         ("--listen-ucx", args.serving.listen_ucx.is_some()),
-        ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
+        ("--profile fast", args.profile == Profile::Fast),
     ];
     match refused.iter().find(|(_, given)| *given) {
         None => Ok(()),
-        Some((flag, _)) => Err(Error::Usage {
-            what: "--layout slime".to_owned(),
-            expected: "deltas of slime's own encodings".to_owned(),
-            found: (*flag).to_owned(),
-        }),
+        Some((flag, _)) => Err(Error::usage("--layout slime", "deltas of slime's own encodings", *flag)),
     }
 }
 

@@ -124,11 +124,7 @@ impl RankArgs {
         let slices = checkpoint.tensors().iter().map(slice).collect::<TransportResult<Vec<_>>>()?;
         match places.into_keys().next() {
             None => Ok(slices),
-            Some(name) => Err(Error::Usage {
-                what: "--slices".to_owned(),
-                expected: "names of tensors of the checkpoint".to_owned(),
-                found: name,
-            }),
+            Some(name) => Err(Error::usage("--slices", "names of tensors of the checkpoint", name)),
         }
     }
 }

@@ -73,6 +73,14 @@ impl From<driftless::torch::Error> for Error {
 }
 
 impl Error {
+    pub(crate) fn usage(
+        what: impl Into<String>,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Error {
+        Error::Usage { what: what.into(), expected: expected.into(), found: found.into() }
+    }
+
     /// As `--help` documents.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {

@@ -38,9 +38,5 @@ fn kill_self() {
 }
 
 fn usage(found: &str) -> Error {
-    Error::Usage {
-        what: VARIABLE.to_owned(),
-        expected: "<point> or <point>:<passage from 1>".to_owned(),
-        found: found.to_owned(),
-    }
+    Error::usage(VARIABLE, "<point> or <point>:<passage from 1>", found)
 }

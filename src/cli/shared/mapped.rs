@@ -80,7 +80,6 @@ fn is_at(line: &[u8], address: usize) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 mod tests {
     use std::fs::File;
     use std::os::fd::AsRawFd as _;

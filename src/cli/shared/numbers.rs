@@ -1,6 +1,6 @@
-//! Parsers for times and sizes of the command line, beside those of the learner's options.
+//! Parsers for times, sizes and choices of the command line, beside those of the learner's options.
 
-use clap::builder::RangedU64ValueParser;
+use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 
 pub(crate) use driftless::trainer::options::bounds::{at_least_zero, count, ordinal, positive, share};
 
@@ -22,4 +22,15 @@ pub(crate) fn milliseconds() -> RangedU64ValueParser {
 /// Bytes of a buffer in memory.
 pub(crate) fn buffer() -> RangedU64ValueParser {
     clap::value_parser!(u64).range(1..=1 << 40)
+}
+
+/// One of `choices` by its name, for enums of libraries, which know no flags.
+pub(crate) fn one_of<T: Copy + Send + Sync>(
+    choices: &'static [(&'static str, T)],
+) -> impl TypedValueParser<Value = T> {
+    let names = PossibleValuesParser::new(choices.iter().map(|(name, _)| *name));
+    names.try_map(|text| {
+        let chosen = choices.iter().find(|(name, _)| *name == text);
+        chosen.map(|(_, choice)| *choice).ok_or(text)
+    })
 }

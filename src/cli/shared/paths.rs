@@ -6,7 +6,7 @@ use driftless::store::redact;
 use driftless::transport::replica::foreign_file;
 use driftless::transport::snapshot::TensorInfo;
 use driftless::transport::{Checkpoint, Snapshot as _};
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -111,9 +111,8 @@ pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<
 /// `<(command)` will do.
 pub(crate) fn check_file(name: &str, path: &Path) -> Result<()> {
     match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
-        Ok(metadata) if !metadata.is_file() && path.canonicalize().is_ok() => {
-            Err(wrong(name, path, "a file", NO_FILE))
+        Ok(metadata) if metadata.is_dir() || path.canonicalize().is_ok() => {
+            check_regular(name, path, &metadata)
         }
         Ok(_) => Ok(()),
         Err(source) => Err(unopened(name, path, "a file", source)),
@@ -123,10 +122,14 @@ pub(crate) fn check_file(name: &str, path: &Path) -> Result<()> {
 /// Refuses to write over a device or a pipe: what is written whole is renamed into its place, which would
 /// replace it.
 pub(crate) fn check_output(name: &str, path: &Path) -> Result<()> {
-    match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
-        Ok(metadata) if !metadata.is_file() => Err(wrong(name, path, "a file", NO_FILE)),
-        _ => Ok(()),
+    std::fs::metadata(path).map_or(Ok(()), |metadata| check_regular(name, path, &metadata))
+}
+
+fn check_regular(name: &str, path: &Path, metadata: &Metadata) -> Result<()> {
+    match metadata.is_file() {
+        true => Ok(()),
+        false if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
+        false => Err(wrong(name, path, "a file", NO_FILE)),
     }
 }
 
@@ -136,11 +139,7 @@ pub(crate) fn open(name: &str, path: &Path) -> Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
     let file = file.map_err(|source| unopened(name, path, "a file", source))?;
     let metadata = file.metadata().map_err(|source| Error::Io { path: path.to_owned(), source })?;
-    match metadata.is_file() {
-        true => Ok(file),
-        false if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
-        false => Err(wrong(name, path, "a file", NO_FILE)),
-    }
+    check_regular(name, path, &metadata).map(|()| file)
 }
 
 /// A regular file of at most `max` bytes.

@@ -30,11 +30,7 @@ impl RunArgs {
         match (&self.run, self.layout) {
             (Some(run), _) => Ok(run.clone()),
             (None, Layout::Slime) => Ok("slime".to_owned()),
-            (None, Layout::Driftless) => Err(Error::Usage {
-                what: "run".to_owned(),
-                expected: "--run NAME".to_owned(),
-                found: "none".to_owned(),
-            }),
+            (None, Layout::Driftless) => Err(Error::usage("run", "--run NAME", "none")),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
-use crate::cli::shared::{paths, progress};
+use crate::cli::shared::{numbers, paths, progress};
 use driftless::slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless::store::Store;
 use driftless::transport::Checkpoint;
@@ -22,29 +22,19 @@ pub(crate) enum Layout {
     Slime,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum DeltaEncoding {
-    Xor,
-    Overwrite,
-}
-
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum DeltaChecksum {
-    #[value(name = "xxh3-128")]
-    Xxh3,
-    Blake3,
-    Adler32,
-}
+const ENCODINGS: [(&str, Encoding); 2] = [("xor", Encoding::Xor), ("overwrite", Encoding::Overwrite)];
+const CHECKSUMS: [(&str, Checksum); 3] =
+    [("xxh3-128", Checksum::Xxh3), ("blake3", Checksum::Blake3), ("adler32", Checksum::Adler32)];
 
 #[derive(clap::Args)]
 #[command(next_help_heading = "With --layout slime")]
 pub(crate) struct PublishArgs {
     /// How changed tensors are written.
-    #[arg(long, value_enum, default_value_t = DeltaEncoding::Xor)]
-    delta_encoding: DeltaEncoding,
+    #[arg(long, value_parser = numbers::one_of(&ENCODINGS), default_value = "xor")]
+    delta_encoding: Encoding,
     /// Checksum of changed tensors.
-    #[arg(long, value_enum, default_value_t = DeltaChecksum::Xxh3)]
-    delta_checksum: DeltaChecksum,
+    #[arg(long, value_parser = numbers::one_of(&CHECKSUMS), default_value = "xxh3-128")]
+    delta_checksum: Checksum,
     /// The checkpoint that is version 0; needed with --resume if the baseline is lost.
     #[arg(long, value_name = "DIR")]
     hf_checkpoint: Option<PathBuf>,
@@ -66,15 +56,7 @@ impl PublishArgs {
             Start::NewRun => Some(checkpoint.to_path_buf()),
             Start::Resume => self.hf_checkpoint.clone(),
         };
-        options.encoding = match self.delta_encoding {
-            DeltaEncoding::Xor => Encoding::Xor,
-            DeltaEncoding::Overwrite => Encoding::Overwrite,
-        };
-        options.checksum = match self.delta_checksum {
-            DeltaChecksum::Xxh3 => Checksum::Xxh3,
-            DeltaChecksum::Blake3 => Checksum::Blake3,
-            DeltaChecksum::Adler32 => Checksum::Adler32,
-        };
+        (options.encoding, options.checksum) = (self.delta_encoding, self.delta_checksum);
         Ok(options)
     }
 }

@@ -84,9 +84,7 @@ impl TransportArgs {
 
     /// Refuses a store and relays of a follower that do not go with the choice.
     pub(crate) fn check(&self, store: &str, relays: &[String]) -> Result<()> {
-        let refuse = |expected: &str, found: String| {
-            Err(Error::Usage { what: self.flag(), expected: expected.to_owned(), found })
-        };
+        let refuse = |expected: &str, found: String| Err(Error::usage(self.flag(), expected, found));
         match self.update_weight_transport {
             Transport::Ucx if !relays.iter().any(|url| is_ucx(url)) => {
                 let shown: Vec<_> = relays.iter().map(|url| redact(url)).collect();

@@ -109,11 +109,7 @@ impl HookArgs {
             (Some("remote_rm") | None, Some(url), None) => {
                 Ok(Some(Arc::new(Remote::new(url, self.deadline())?)))
             }
-            (Some(name), Some(_), _) => Err(Error::Usage {
-                what: "--rm-url".to_owned(),
-                expected: "--rm-type remote_rm, or none".to_owned(),
-                found: name.to_owned(),
-            }),
+            (Some(name), Some(_), _) => Err(Error::usage("--rm-url", "--rm-type remote_rm, or none", name)),
             (Some("remote_rm"), None, _) => Err(missing("--rm-type remote_rm", "--rm-url URL")),
             (_, _, Some(flag)) => Err(missing(flag, "--rm-url URL, or --custom-rm-command HOOK")),
             (Some(name), _, _) if !labels => {

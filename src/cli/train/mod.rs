@@ -289,11 +289,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     }
     match args.loss_type {
         #[cfg(feature = "torch")]
-        LossType::Sft if args.num_rollout == Some(0) => Err(Error::Usage {
-            what: "--num-rollout".to_owned(),
-            expected: "at least 1 with --loss-type sft_loss".to_owned(),
-            found: "0".to_owned(),
-        }),
+        LossType::Sft if args.num_rollout == Some(0) => {
+            Err(Error::usage("--num-rollout", "at least 1 with --loss-type sft_loss", "0"))
+        }
         #[cfg(feature = "torch")]
         LossType::Sft => sft::run(args, output),
         #[cfg(not(feature = "torch"))]
