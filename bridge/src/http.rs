@@ -144,12 +144,6 @@ impl Connection {
         self.status(call, &[(200, ())]).await
     }
 
-    /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
-    /// path it is 404.
-    pub(crate) async fn has_post(&self, path: &str, level: Level, deadline: Duration) -> Result<bool> {
-        self.status(Call::get(path, level, deadline), &[(405, true), (404, false)]).await
-    }
-
     /// Sends a call that answers `{"status": …}`. Another word is a proxy's, or an engine's that did nothing.
     pub(crate) async fn status_is(&self, call: Call<'_>, word: &str) -> Result<()> {
         let Status { status } = self.json(call).await?;

@@ -29,7 +29,6 @@ use tokio::runtime::Handle;
 pub use self::plugin::PluginOptions;
 
 use self::pause::{Ask, Pause, partial, relabel};
-use self::plugin::Ranks;
 use crate::engine::{
     Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check, check_tensors,
 };
@@ -221,11 +220,14 @@ async fn proof(
     unproved: u32,
     limit: &Limit,
 ) -> Result<Proof> {
+    if !plugin::are_ready(engine, plan, plugin, limit).await? {
+        return Ok(Proof::Load);
+    }
     let is_due = unproved >= plugin.prove_every;
-    Ok(match plugin::ranks(engine, plan, plugin, limit).await? {
-        Ranks::Ready if !is_due => Proof::None,
-        Ranks::Ready if plan.identity.checksums_comparable() => Proof::Checksums,
-        _ => Proof::Load,
+    Ok(match plan.identity.checksums_comparable() {
+        _ if !is_due => Proof::None,
+        true => Proof::Checksums,
+        false => Proof::Load,
     })
 }
 

@@ -44,11 +44,9 @@ impl PluginOptions {
     }
 }
 
-/// What the plugin's ranks at an engine say.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Ranks {
-    /// All have prepared the version.
-    Ready,
+/// Why an engine's ranks are not ready.
+#[derive(Debug)]
+enum Unready {
     /// There is no plugin at a rank.
     Without(String),
     /// The plugin of a rank can patch nothing.
@@ -57,69 +55,65 @@ pub(super) enum Ranks {
     Unprepared(String),
 }
 
-/// Waits until every rank of an engine has prepared the plan's version, or one says that it will not.
+/// Waits until every rank of an engine has prepared the plan's version, or one says that it will not. Whether all have.
 ///
 /// # Errors
 /// [`Error::NoPlugin`] for an engine without it, where it is required.
-pub(super) async fn ranks(
+pub(super) async fn are_ready(
     engine: &dyn Engine,
     plan: &Plan<'_>,
     options: &PluginOptions,
     limit: &Limit,
-) -> Result<Ranks> {
-    let said = all_ranks(engine, plan, options, limit).await;
-    match &said {
-        Ranks::Without(why) | Ranks::Unable(why) if options.required => {
-            return Err(Error::NoPlugin { engine: engine.url().into(), why: why.clone() });
+) -> Result<bool> {
+    let Err(unready) = wait(engine, plan, options, limit).await else { return Ok(true) };
+    match unready {
+        Unready::Without(why) | Unready::Unable(why) if options.required => {
+            return Err(Error::NoPlugin { engine: engine.url().into(), why });
         }
-        Ranks::Ready => {}
-        Ranks::Without(why) => tracing::debug!(engine = engine.url(), why, "has no plugin"),
-        Ranks::Unable(why) | Ranks::Unprepared(why) => {
+        Unready::Without(why) => tracing::debug!(engine = engine.url(), why, "has no plugin"),
+        Unready::Unable(why) | Unready::Unprepared(why) => {
             tracing::info!(engine = engine.url(), label = plan.label, why, "loads instead of being patched");
         }
     }
-    Ok(said)
+    Ok(false)
 }
 
-async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions, limit: &Limit) -> Ranks {
+async fn wait(
+    engine: &dyn Engine,
+    plan: &Plan<'_>,
+    options: &PluginOptions,
+    limit: &Limit,
+) -> Result<(), Unready> {
     let ranks = plan.identity.tp;
-    let Some(port) = port(engine) else {
-        return Ranks::Without(format!("{} has no port", engine.url()));
-    };
-    if let Err(error) = prepared::check_dir(&options.dir) {
-        return Ranks::Without(error.to_string());
-    }
-    let offer = match offer_path(&options.dir, plan.checkpoint.dir()) {
-        Ok(path) => path,
-        Err(error) => return Ranks::Unprepared(error.to_string()),
-    };
-    let name = offer.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let mut offer = Offered { path: offer, read: None };
+    let port = port(engine).ok_or_else(|| Unready::Without(format!("{} has no port", engine.url())))?;
+    prepared::check_dir(&options.dir).map_err(|error| Unready::Without(error.to_string()))?;
+    let offer = offer_path(&options.dir, plan.checkpoint.dir());
+    let path = offer.map_err(|error| Unready::Unprepared(error.to_string()))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut offer = Offered { path, read: None };
     let until = Instant::now() + options.deadline.min(limit.left());
     for rank in 0..ranks {
         let path = Rank { port, number: rank, of: ranks }.path(&options.dir);
         loop {
-            let said = match read(&path, rank, ranks) {
-                Ok(file) => file,
-                Err(unusable) => return unusable,
-            };
-            match said.deltas.get(&name).filter(|told| told.target == plan.label) {
+            let said = read(&path, rank, ranks)?;
+            let why = match said.deltas.get(&name).filter(|told| told.target == plan.label) {
                 Some(Told { why_not: None, .. }) => break,
-                Some(Told { why_not: Some(why), .. }) => {
-                    return Ranks::Unprepared(format!("rank {rank}: {why}"));
-                }
+                Some(Told { why_not: Some(why), .. }) => format!("rank {rank}: {why}"),
                 None if !offer.leads_to(plan.label) => {
-                    return Ranks::Unprepared("this version was not offered as a prepared delta".into());
+                    "this version was not offered as a prepared delta".into()
                 }
                 None if Instant::now() >= until => {
-                    let after = options.deadline;
-                    return Ranks::Unprepared(format!("rank {rank} has not prepared it within {after:?}"));
+                    format!("rank {rank} has not prepared it within {:?}", options.deadline)
                 }
-                None => tokio::time::sleep(LOOK).await,
-            }
+                None => {
+                    tokio::time::sleep(LOOK).await;
+                    continue;
+                }
+            };
+            return Err(Unready::Unprepared(why));
         }
     }
-    Ranks::Ready
+    Ok(())
 }
 
 /// The file in which the plan's version is offered.
@@ -154,10 +148,10 @@ fn port(engine: &dyn Engine) -> Option<u16> {
 }
 
 /// What a rank says, if the process that said it lives and can patch.
-fn read(path: &Path, rank: u32, ranks: u32) -> std::result::Result<RankFile, Ranks> {
+fn read(path: &Path, rank: u32, ranks: u32) -> Result<RankFile, Unready> {
     let place = path.display();
-    let without = |why: String| Ranks::Without(format!("rank {rank}: {why}"));
-    let unable = |why: String| Err(Ranks::Unable(format!("rank {rank}: {why}")));
+    let without = |why: String| Unready::Without(format!("rank {rank}: {why}"));
+    let unable = |why: String| Err(Unready::Unable(format!("rank {rank}: {why}")));
     let bytes = regular::read(path).map_err(|error| without(format!("cannot read {place}: {error}")))?;
     let file: RankFile = match serde_json::from_slice(&bytes) {
         Ok(file) => file,
@@ -212,9 +206,9 @@ mod tests {
         }
         std::fs::write(&path, "{").unwrap();
         let said = read(&path, 0, 2).unwrap_err();
-        assert!(matches!(&said, Ranks::Unable(why) if why.contains("does not parse")), "{said:?}");
+        assert!(matches!(&said, Unready::Unable(why) if why.contains("does not parse")), "{said:?}");
         std::fs::remove_file(&path).unwrap();
         let said = read(&path, 0, 2).unwrap_err();
-        assert!(matches!(&said, Ranks::Without(why) if why.contains("cannot read")), "{said:?}");
+        assert!(matches!(&said, Unready::Without(why) if why.contains("cannot read")), "{said:?}");
     }
 }

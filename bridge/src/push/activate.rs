@@ -15,7 +15,7 @@ use driftless_store::BoxError;
 use driftless_transport::activate::{Activate, Activated, Target};
 use tokio::runtime::Handle;
 
-use super::occupation::{self, Occupation, in_doubt};
+use super::occupation;
 use super::{Member, Push};
 use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
@@ -142,11 +142,7 @@ impl<P: Push> PushActivator<P> {
             let (base, activated) = (self.options.base.as_deref(), activated.clone());
             let (identity, released, server) = wait(&self.runtime, async {
                 let serving = client.model_info().await?.weight_version;
-                let released = match Occupation::of(serving.as_deref()) {
-                    Occupation::Whole => Vec::new(),
-                    Occupation::Released(tags) => tags,
-                    Occupation::InDoubt => return Err(in_doubt(client)),
-                };
+                let released = occupation::released(client, serving.as_deref())?;
                 let same = known.is_some() && activated.is_some() && serving == activated;
                 let identity = attach(Arc::new(client.clone()), base, target, known, activated).await?;
                 let server = if same { None } else { Some(client.server_info().await?) };
@@ -226,11 +222,8 @@ async fn make_ready(plan: &Plan, mode: PauseMode, label: &str) -> Result<()> {
 
 /// Gives an engine back the memory that it is without.
 async fn take_back(client: &Client, label: &str) -> Result<()> {
-    match Occupation::of(client.model_info().await?.weight_version.as_deref()) {
-        Occupation::Whole => Ok(()),
-        Occupation::Released(tags) => occupation::resume(client, label, &tags, &tags).await,
-        Occupation::InDoubt => Err(in_doubt(client)),
-    }
+    let tags = occupation::released(client, client.model_info().await?.weight_version.as_deref())?;
+    occupation::resume(client, label, &tags, &tags).await
 }
 
 impl<P: Push> Activate for PushActivator<P> {

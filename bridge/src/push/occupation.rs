@@ -11,29 +11,22 @@ use crate::engine::PauseMode;
 use crate::error::{Error, Result};
 use crate::sglang::{Client, MemoryTag};
 
-/// What an engine's label says about its memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Occupation {
-    /// It has all of its memory.
-    Whole,
-    /// It has given these parts back.
-    Released(Vec<MemoryTag>),
-    /// Somebody died while it was told to release or resume.
-    InDoubt,
+/// What an engine with this label has given back.
+///
+/// # Errors
+/// [`Error::Refused`] for memory that may or may not be there: it must not be touched.
+pub(crate) fn released(client: &Client, label: Option<&str>) -> Result<Vec<MemoryTag>> {
+    let expected = "one that says which of its memory it has";
+    let found = "?releasing or ?resuming, because whoever told it to died meanwhile; start the engine again";
+    released_by(label).ok_or_else(|| Error::refused(client.url(), "its weight version", expected, found))
 }
 
-impl Occupation {
-    pub(crate) fn of(label: Option<&str>) -> Self {
-        let Some((_, mark)) = label.and_then(|label| label.split_once('?')) else { return Self::Whole };
-        let Some((verb, tags)) = mark.split_once('=') else { return Self::Whole };
-        match verb {
-            "released" => {
-                let tags: Option<Vec<_>> = tags.split(',').map(MemoryTag::parse).collect();
-                tags.map_or(Self::InDoubt, Self::Released)
-            }
-            "releasing" | "resuming" => Self::InDoubt,
-            _ => Self::Whole,
-        }
+/// The same; `None` where somebody died while the engine was told to release or resume.
+fn released_by(label: Option<&str>) -> Option<Vec<MemoryTag>> {
+    match label.and_then(|label| label.split_once('?')?.1.split_once('=')) {
+        Some(("released", tags)) => tags.split(',').map(MemoryTag::parse).collect(),
+        Some(("releasing" | "resuming", _)) => None,
+        _ => Some(Vec::new()),
     }
 }
 
@@ -62,13 +55,6 @@ pub(crate) async fn resume(
     client.resume_memory(&now).await?;
     let after = if rest.is_empty() { partial(label) } else { mark(label, "released", &rest) };
     client.set_weight_version(&after).await
-}
-
-/// Memory that may or may not be there must not be touched.
-pub(crate) fn in_doubt(client: &Client) -> Error {
-    let expected = "one that says which of its memory it has";
-    let found = "?releasing or ?resuming, because whoever told it to died meanwhile; start the engine again";
-    Error::refused(client.url(), "its weight version", expected, found)
 }
 
 fn mark(label: &str, verb: &str, tags: &[MemoryTag]) -> String {
@@ -100,22 +86,22 @@ mod tests {
     fn labels_say_what_is_released_and_what_is_in_doubt() {
         use MemoryTag::{CudaGraph, KvCache, Weights};
         for (label, expected) in [
-            (None, Occupation::Whole),
-            (Some("default"), Occupation::Whole),
-            (Some("0123456789ab:3"), Occupation::Whole),
-            (Some("0123456789ab:3?partial"), Occupation::Whole),
-            (Some("a?released=kv_cache"), Occupation::Released(vec![KvCache])),
-            (Some("a?released=weights,cuda_graph"), Occupation::Released(vec![Weights, CudaGraph])),
+            (None, Some(vec![])),
+            (Some("default"), Some(vec![])),
+            (Some("0123456789ab:3"), Some(vec![])),
+            (Some("0123456789ab:3?partial"), Some(vec![])),
+            (Some("a?released=kv_cache"), Some(vec![KvCache])),
+            (Some("a?released=weights,cuda_graph"), Some(vec![Weights, CudaGraph])),
             // A tag of somebody else's.
-            (Some("a?released=kv_cache,draft"), Occupation::InDoubt),
-            (Some("a?releasing=kv_cache"), Occupation::InDoubt),
-            (Some("a?resuming=kv_cache"), Occupation::InDoubt),
+            (Some("a?released=kv_cache,draft"), None),
+            (Some("a?releasing=kv_cache"), None),
+            (Some("a?resuming=kv_cache"), None),
         ] {
-            assert_eq!(Occupation::of(label), expected, "{label:?}");
+            assert_eq!(released_by(label), expected, "{label:?}");
         }
         let tags = [KvCache, Weights, CudaGraph];
         let marked = mark("a:1?partial", "released", &tags);
-        assert_eq!(Occupation::of(Some(&marked)), Occupation::Released(tags.to_vec()), "{marked}");
+        assert_eq!(released_by(Some(&marked)), Some(tags.to_vec()), "{marked}");
         for label in [marked, partial("a:1"), mark("a:1", "resuming", &tags)] {
             assert!(label.parse::<crate::engine::Label>().is_err(), "{label} counts as a version's");
         }

@@ -303,7 +303,7 @@ impl Client {
     /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
     /// path it is 404.
     pub(crate) async fn has_post(&self, path: &str) -> Result<bool> {
-        self.connection.has_post(path, Level::Normal, self.deadlines.info).await
+        self.connection.status(self.get(path, self.deadlines.info), &[(405, true), (404, false)]).await
     }
 
     /// A call that is none of the above, for the conformance suite's malformed ones: the status and the body.

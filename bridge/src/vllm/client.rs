@@ -250,13 +250,9 @@ impl Client {
         Ok(())
     }
 
-    pub(super) async fn has_post(&self, path: &str) -> Result<bool> {
-        self.connection.has_post(path, Level::Control, self.deadlines.info).await
-    }
-
-    /// Whether the server knows a path that is asked with GET.
-    pub(super) async fn has_get(&self, path: &str) -> Result<bool> {
-        self.connection.status(self.get(path, Level::Control), &[(200, true), (404, false)]).await
+    /// Whether a path is one of the server's calls, of which a GET answers `status` and does nothing.
+    pub(super) async fn has(&self, path: &str, status: u16) -> Result<bool> {
+        self.connection.status(self.get(path, Level::Control), &[(status, true), (404, false)]).await
     }
 
     fn get<'a>(&self, path: &'a str, level: Level) -> Call<'a> {

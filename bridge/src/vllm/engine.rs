@@ -21,10 +21,16 @@ use crate::engine::{
 };
 use crate::error::{Error, Result};
 
-/// The calls without which a server cannot be updated.
-const POSTS: [&str; 5] =
-    ["/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"];
-const GETS: [&str; 2] = ["/weight_info", "/is_paused"];
+/// The calls without which a server cannot be updated, and what a GET of each answers: 405 where it is a POST.
+const CALLS: [(&str, u16); 7] = [
+    ("/pause", 405),
+    ("/resume", 405),
+    ("/collective_rpc", 405),
+    ("/reset_prefix_cache", 405),
+    ("/update_weight_version", 405),
+    ("/weight_info", 200),
+    ("/is_paused", 200),
+];
 
 impl Engine for Client {
     fn kind(&self) -> &'static str {
@@ -92,13 +98,8 @@ impl Engine for Client {
 async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
     // It may be another process than the one that was asked before.
     client.without_plugin.store(false, Ordering::Relaxed);
-    for path in POSTS {
-        if !client.has_post(path).await? {
-            return Err(client.lacks(path));
-        }
-    }
-    for path in GETS {
-        if !client.has_get(path).await? {
+    for (path, status) in CALLS {
+        if !client.has(path, status).await? {
             return Err(client.lacks(path));
         }
     }
