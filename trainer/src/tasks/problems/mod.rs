@@ -108,8 +108,8 @@ fn final_answer(said: &str) -> &str {
     tagged.or_else(|| crate::reward::boxed(said)).unwrap_or(said).trim()
 }
 
-/// The whole numbers of a text, in order. Commas between thousands are left out. A minus counts if it does not stand behind a digit, letter or
-/// bracket.
+/// The whole numbers of a text, in order. Commas between thousands are left out. A minus counts if it does not stand
+/// behind a digit, letter or bracket.
 fn integers(text: &str) -> Vec<i64> {
     let text = text.replace('−', "-");
     let letters: Vec<char> = text.chars().collect();

@@ -62,8 +62,8 @@ impl Device {
     /// Queues a kernel behind what libtorch has queued, on the stream that it uses unless told otherwise.
     ///
     /// # Safety
-    /// `arguments` are those of the kernel's struct. Their addresses are memory of this device, with as much behind them
-    /// as the kernel uses.
+    /// `arguments` are those of the kernel's struct. Their addresses are memory of this device, with as much behind
+    /// them as the kernel uses.
     pub(super) unsafe fn launch<const A: usize, const N: usize>(
         &self,
         kernel: &'static str,
