@@ -36,13 +36,8 @@ fn raise(class: &str, text: &str, fields: &Fields<'_>) -> PyErr {
 
 /// An error that only exists in Python.
 pub(crate) fn own(class: &str, text: impl AsRef<str>) -> PyErr {
-    let fields = Fields {
-        kind: class.trim_end_matches("Error"),
-        code: 1,
-        retryable: class == "BusyError",
-        tensor: None,
-    };
-    raise(class, text.as_ref(), &fields)
+    let (kind, retryable) = (class.trim_end_matches("Error"), class == "BusyError");
+    raise(class, text.as_ref(), &Fields { kind, code: 1, retryable, tensor: None })
 }
 
 /// A tensor that cannot be read.
@@ -89,11 +84,8 @@ pub(crate) fn transport(error: Transport) -> PyErr {
     if matches!(error, Transport::RunExists { .. }) {
         text += ": `resume=True`, or with PublishCallback `trainer.train(resume_from_checkpoint=True)`, goes on with it";
     }
-    raise(
-        transport_class(&error, code),
-        &text,
-        &Fields { kind: &kind, code, retryable, tensor: tensor_of(&error) },
-    )
+    let (class, tensor) = (transport_class(&error, code), tensor_of(&error));
+    raise(class, &text, &Fields { kind: &kind, code, retryable, tensor })
 }
 
 /// What `LazyTensor.read` raised, if that is no `Exception`: Ctrl-C, `sys.exit()`.

@@ -101,16 +101,9 @@ struct Sampling {
 
 impl From<Sampling> for SamplingParams {
     fn from(given: Sampling) -> Self {
-        Self {
-            temperature: given.temperature,
-            top_p: given.top_p,
-            top_k: given.top_k,
-            max_new_tokens: given.max_new_tokens,
-            stop_token_ids: given.stop_token_ids,
-            stop: given.stop,
-            ignore_eos: given.ignore_eos,
-            sampling_seed: given.sampling_seed,
-        }
+        let Sampling { temperature, top_p, top_k, max_new_tokens, ignore_eos, sampling_seed, .. } = given;
+        let (stop_token_ids, stop) = (given.stop_token_ids, given.stop);
+        Self { temperature, top_p, top_k, max_new_tokens, stop_token_ids, stop, ignore_eos, sampling_seed }
     }
 }
 
@@ -172,10 +165,8 @@ impl Fleet {
                 tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
             let expected = Expected::from_checkpoint(&checkpoint).map_err(error::bridge)?;
             let fleet = runtime.block_on(fleet::Fleet::attach(&engines, &keys, &expected, options));
-            PyResult::Ok(Handles {
-                fleet: Arc::new(fleet.map_err(error::bridge)?),
-                runtime: Arc::new(runtime),
-            })
+            let fleet = Arc::new(fleet.map_err(error::bridge)?);
+            PyResult::Ok(Handles { fleet, runtime: Arc::new(runtime) })
         };
         let held = Held::new("Fleet", work::run(py, &Stop::new(), attach)??);
         Ok(Self { held, scope: rand::random(), next: AtomicU64::new(0) })
@@ -207,12 +198,9 @@ impl Fleet {
 
     fn status(&self, py: Python<'_>) -> PyResult<Vec<EngineStatus>> {
         let known = py.detach(|| self.held.get().map(|handles| handles.fleet.status()))?;
-        let status = |known: fleet::EngineStatus| EngineStatus {
-            url: known.url,
-            up: known.up,
-            serving: known.serving,
-            in_flight: known.in_flight,
-            failure: known.failure,
+        let status = |known: fleet::EngineStatus| {
+            let fleet::EngineStatus { url, up, serving, in_flight, failure, .. } = known;
+            EngineStatus { url, up, serving, in_flight, failure }
         };
         Ok(known.into_iter().map(status).collect())
     }

@@ -94,12 +94,9 @@ impl LiveModel {
         let storages =
             live.iter().map(|(name, tensor)| storage(name, tensor)).collect::<PyResult<Vec<_>>>()?;
         let strides = |(offset, strides): (u64, Vec<u64>)| Strides { offset, strides };
-        let copy = |(tensor, live, size, from, to): Copy| LiveCopy {
-            tensor,
-            live,
-            size,
-            from: strides(from),
-            to: strides(to),
+        let copy = |(tensor, live, size, from, to): Copy| {
+            let (from, to) = (strides(from), strides(to));
+            LiveCopy { tensor, live, size, from, to }
         };
         let copies = copies.into_iter().map(copy).collect();
         // SAFETY: this value holds the tensors, which hold their storages. `_trace.py` has seen that no two
