@@ -98,14 +98,8 @@ impl Learner {
         assert_eq!((&hello["call"], &hello["protocol"]), (&json!("hello"), &json!(2)), "the first call");
         let save = path(&hello["save"]);
         let log = Reader::open(path(&hello["log"])).unwrap();
-        let mut learner = Learner {
-            biases: [0.0; BIASES],
-            consumed: Vec::new(),
-            progress: Value::Null,
-            hello: hello.clone(),
-            log,
-            publisher: None,
-        };
+        let (biases, consumed, progress, hello) = ([0.0; BIASES], Vec::new(), Value::Null, hello.clone());
+        let mut learner = Learner { biases, consumed, progress, hello, log, publisher: None };
         if let Some(state) = saved(&save) {
             learner.biases = serde_json::from_value(state["biases"].clone()).unwrap();
             learner.consumed = serde_json::from_value(state["consumed"].clone()).unwrap();

@@ -95,14 +95,8 @@ impl Link {
     pub fn to(target: SocketAddr, shape: Shape) -> std::io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let addr = listener.local_addr()?;
-        let wire = Arc::new(Wire {
-            shape,
-            target,
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            carried: Default::default(),
-            connections: AtomicU64::new(0),
-        });
+        let (state, changed, carried, connections) = Default::default();
+        let wire = Arc::new(Wire { shape, target, state, changed, carried, connections });
         let accepting = wire.clone();
         let acceptor = thread::spawn(move || accepting.accept(&listener));
         Ok(Self { addr, wire, acceptor: Some(acceptor) })

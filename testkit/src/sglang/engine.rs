@@ -50,11 +50,8 @@ pub struct Engine {
 
 impl Engine {
     pub(super) fn new(checkpoint: &Path) -> Self {
-        let launched = Weights {
-            model_path: checkpoint.display().to_string(),
-            load_format: "auto".into(),
-            weight_version: "default".into(),
-        };
+        let (load_format, weight_version) = ("auto".into(), "default".into());
+        let launched = Weights { model_path: checkpoint.display().to_string(), load_format, weight_version };
         Self {
             started_with: checkpoint.into(),
             weights: Some(checkpoint.into()),
