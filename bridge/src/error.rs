@@ -391,12 +391,8 @@ impl Error {
         expected: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::Refused {
-            engine: engine.into(),
-            what: what.into(),
-            expected: expected.into(),
-            found: found.into(),
-        }
+        let (engine, what) = (engine.into(), what.into());
+        Self::Refused { engine, what, expected: expected.into(), found: found.into() }
     }
 
     /// [`Error::Live`] for something of a model, of a delta or of the device.

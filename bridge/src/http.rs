@@ -205,10 +205,8 @@ impl Connection {
     }
 
     fn request(&self, call: Call<'_>) -> Result<reqwest::RequestBuilder> {
-        let url = self
-            .base
-            .join(call.path)
-            .map_err(|error| Error::Address { url: call.path.into(), reason: error.to_string() })?;
+        let url = self.base.join(call.path);
+        let url = url.map_err(|error| Error::Address { url: call.path.into(), reason: error.to_string() })?;
         let method = if call.method == "POST" { Method::POST } else { Method::GET };
         let key = match call.level {
             Level::Normal => self.keys.normal(),

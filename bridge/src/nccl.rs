@@ -71,12 +71,9 @@ impl Nccl {
     /// # Errors
     /// [`Error::Nccl`] when it is missing, not NCCL, or has another version.
     pub fn open(path: &Path, expected: Option<[u32; 3]>) -> Result<Arc<Self>> {
-        let fail = |what: &str, source: libloading::Error| Error::Nccl {
-            what: format!(
-                "{what} {}; give the libnccl.so.2 that torch uses (site-packages/nvidia/nccl/lib)",
-                path.display()
-            ),
-            source: source.into(),
+        let fail = |what: &str, source: libloading::Error| {
+            let advice = "give the libnccl.so.2 that torch uses (site-packages/nvidia/nccl/lib)";
+            Error::Nccl { what: format!("{what} {}; {advice}", path.display()), source: source.into() }
         };
         // SAFETY: the file runs its initialisers. It is the user's choice, as the file of an engine's torch
         // is.

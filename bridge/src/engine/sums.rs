@@ -47,17 +47,13 @@ fn compare(
     expected: &BTreeMap<String, String>,
     found: &BTreeMap<String, String>,
 ) -> Result<()> {
-    let show = |sum: Option<&String>| sum.map_or_else(|| "none".to_owned(), Clone::clone);
     let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
     let mut differing = names.into_iter().filter(|name| expected.get(*name) != found.get(*name));
     let Some(first) = differing.next() else { return Ok(()) };
-    Err(Error::LiveWeights {
-        engine: engine.into(),
-        count: 1 + differing.count(),
-        tensor: first.clone(),
-        expected: show(expected.get(first)),
-        found: show(found.get(first)),
-    })
+    let (engine, count, tensor) = (engine.into(), 1 + differing.count(), first.clone());
+    let [expected, found] =
+        [expected, found].map(|sums| sums.get(first).map_or("none", String::as_str).to_owned());
+    Err(Error::LiveWeights { engine, count, tensor, expected, found })
 }
 
 #[cfg(test)]

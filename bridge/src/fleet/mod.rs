@@ -115,13 +115,8 @@ impl Fleet {
         for member in attaching {
             members.push(Arc::new(joined(member).await??));
         }
-        Ok(Self {
-            members,
-            vocabulary: expected.config.vocabulary,
-            options,
-            turn: AtomicUsize::new(0),
-            freed: Notify::new(),
-        })
+        let vocabulary = expected.config.vocabulary;
+        Ok(Self { members, vocabulary, options, turn: AtomicUsize::default(), freed: Notify::default() })
     }
 
     /// The engines, as they were last attached.
@@ -263,11 +258,8 @@ impl Fleet {
             let state = member.state();
             format!("{}: {}", member.engine.url(), state.failure.clone().unwrap_or_else(|| state.describe()))
         });
-        Error::Exhausted {
-            rid: request.rid.to_string(),
-            after: self.options.deadline,
-            attempts: attempts.collect(),
-        }
+        let (rid, after) = (request.rid.to_string(), self.options.deadline);
+        Error::Exhausted { rid, after, attempts: attempts.collect() }
     }
 }
 

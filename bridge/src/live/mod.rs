@@ -106,14 +106,10 @@ impl LivePatch {
     /// The answer to the call for the patch, for which the engine's thread stood still for so long.
     pub fn reply(&self, stood_still: Duration, cache: Option<Cache>) -> PluginReply {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        PluginReply::Done(PatchDone {
-            label: self.label.clone(),
-            elements: self.changes,
-            prepared_us: micros(self.prepared),
-            wrote_us: micros(self.wrote),
-            stood_still_us: micros(stood_still),
-            cache,
-        })
+        let times = [self.prepared, self.wrote, stood_still];
+        let [prepared_us, wrote_us, stood_still_us] = times.map(micros);
+        let (label, elements) = (self.label.clone(), self.changes);
+        PluginReply::Done(PatchDone { label, elements, prepared_us, wrote_us, stood_still_us, cache })
     }
 }
 

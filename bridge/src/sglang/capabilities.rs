@@ -3,6 +3,10 @@
 use crate::error::{Error, Result};
 use crate::sglang::{Client, Dialect, Feature};
 
+/// The calls without which an engine cannot be updated.
+const NEEDED: [&str; 4] =
+    ["/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version"];
+
 /// What an engine can do. Probed, except where the probe itself would do harm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -28,12 +32,7 @@ impl Capabilities {
     /// As every call of [`Client`]; [`Error::Refused`] for an engine without pause and continue, such as
     /// SGLang's embedded Rust server.
     pub async fn probe(client: &Client) -> Result<Self> {
-        for path in [
-            "/pause_generation",
-            "/continue_generation",
-            "/update_weights_from_disk",
-            "/update_weight_version",
-        ] {
+        for path in NEEDED {
             if !client.has_post(path).await? {
                 return Err(Error::refused(client.url(), path, "a call of the engine", "no such call"));
             }

@@ -85,16 +85,9 @@ impl RawGeneration {
         }
         let spans_reported = meta.weight_versions.is_some();
         let spans = spans(self.output_ids.len(), meta.weight_versions, meta.weight_version)?;
-        Ok(Generation {
-            rid: request.rid,
-            engine: engine.to_owned(),
-            output_ids: self.output_ids,
-            log_probs,
-            spans,
-            spans_reported,
-            finish,
-            retractions: meta.num_retractions,
-        })
+        let (rid, engine, retractions) = (request.rid, engine.to_owned(), meta.num_retractions);
+        let output_ids = self.output_ids;
+        Ok(Generation { rid, engine, output_ids, log_probs, spans, spans_reported, finish, retractions })
     }
 }
 

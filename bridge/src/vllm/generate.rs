@@ -19,12 +19,9 @@ pub(super) fn check_request(request: &GenerateRequest) -> Result<()> {
     if temperature == 1.0 || temperature == 0.0 {
         return Ok(());
     }
-    Err(Error::Request {
-        rid: request.rid.to_string(),
-        what: "temperature",
-        expected: "1 or 0: vLLM's log-probabilities leave the temperature out".into(),
-        found: temperature.to_string(),
-    })
+    let (rid, found) = (request.rid.to_string(), temperature.to_string());
+    let expected = "1 or 0: vLLM's log-probabilities leave the temperature out".into();
+    Err(Error::Request { rid, what: "temperature", expected, found })
 }
 
 /// The body of `POST /v1/completions`. Everything is sent: the server's defaults may come from the model's
@@ -112,17 +109,8 @@ impl RawCompletion {
         let label =
             label.ok_or_else(|| ("a weight_version of /weight_info".to_owned(), "none".to_owned()))?;
         let spans = if tokens == 0 { Vec::new() } else { vec![VersionSpan { label, start: 0, end: tokens }] };
-        let (rid, engine) = (request.rid, engine.to_owned());
-        Ok(Generation {
-            rid,
-            engine,
-            output_ids,
-            log_probs,
-            spans,
-            spans_reported: false,
-            finish,
-            retractions: 0,
-        })
+        let (rid, engine, spans_reported, retractions) = (request.rid, engine.to_owned(), false, 0);
+        Ok(Generation { rid, engine, output_ids, log_probs, spans, spans_reported, finish, retractions })
     }
 }
 

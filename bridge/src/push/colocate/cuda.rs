@@ -69,13 +69,8 @@ impl Share for CudaShare {
         let own = slot * self.ranks..(slot + 1) * self.ranks;
         counters.arm(own.clone());
         let place = |counter: usize| {
-            Place::Cuda(CudaPlace {
-                device: self.uuid.clone(),
-                handle,
-                bytes: bucket.bytes,
-                counters: counters.name.clone(),
-                counter: counter as u64,
-            })
+            let (device, counters, counter) = (self.uuid.clone(), counters.name.clone(), counter as u64);
+            Place::Cuda(CudaPlace { device, handle, bytes: bucket.bytes, counters, counter })
         };
         Ok(own.map(place).collect())
     }

@@ -72,12 +72,8 @@ impl Device {
         let broadcasts = context.new_stream().map_err(&fail)?;
         let slot = || {
             let memory = || Memory { context: context.clone(), address: 0, length: 0 };
-            Ok(Slot {
-                memory: memory(),
-                table: memory(),
-                address: 0,
-                filled: context.new_event(None).map_err(&fail)?,
-            })
+            let filled = context.new_event(None).map_err(&fail)?;
+            Ok(Slot { memory: memory(), table: memory(), address: 0, filled })
         };
         let slots = [slot()?, slot()?];
         let gather = Gather::load(&context)?;

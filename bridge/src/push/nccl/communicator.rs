@@ -77,14 +77,8 @@ impl NcclRoot {
     pub fn open(options: &NcclOptions) -> Result<Self> {
         let library = Nccl::open(&options.library, options.version)?;
         let device = Device::open(options.device)?;
-        Ok(Self {
-            comm: None,
-            queue: VecDeque::new(),
-            ends: [None, None],
-            library,
-            device,
-            cumem: options.cumem,
-        })
+        let cumem = options.cumem;
+        Ok(Self { comm: None, queue: VecDeque::new(), ends: [None, None], library, device, cumem })
     }
 
     /// NCCL's version: major, minor, patch.

@@ -316,10 +316,9 @@ fn max_new_tokens(asked: Option<i64>, prompt: usize, facts: &Facts) -> Result<us
         )));
     }
     if total > facts.max_total_tokens {
-        return Err(Refusal::invalid(format!(
-            "Requested {total} tokens, but the cache holds {} (max_total_tokens).",
-            facts.max_total_tokens
-        )));
+        let held = facts.max_total_tokens;
+        let wrong = format!("Requested {total} tokens, but the cache holds {held} (max_total_tokens).");
+        return Err(Refusal::invalid(wrong));
     }
     Ok(asked)
 }

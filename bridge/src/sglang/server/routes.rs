@@ -173,15 +173,9 @@ async fn probe(shared: &Shared, asked: Instant) -> bool {
     if let Some((_, healthy)) = probed.filter(|(answered, _)| *answered >= asked) {
         return healthy;
     }
-    let sampling = Sampling {
-        temperature: 1.0,
-        top_p: 1.0,
-        top_k: 1,
-        min_p: 0.0,
-        max_new_tokens: 1,
-        stop: Vec::new(),
-        seed: Some(0),
-    };
+    let (temperature, top_p, top_k, min_p, max_new_tokens) = (1.0, 1.0, 1, 0.0, 1);
+    let (stop, seed) = (Vec::new(), Some(0));
+    let sampling = Sampling { temperature, top_p, top_k, min_p, max_new_tokens, stop, seed };
     let rid = format!("HEALTH_CHECK_{}", new_rid());
     let request = Request { rid, prompt: vec![0], sampling, prompt_log_probs_from: None };
     let failed = |completion: &Completion| matches!(completion.finish, Ended::Failed(_));
