@@ -57,8 +57,10 @@ impl DataSource for Prompts {
 
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let (index, _) = self.order.at(number);
-        let first = || "there are no rows".to_owned();
-        let none = || Error::NoPrompts { files: "prompt_data".into(), rows: 0, first: first() };
+        let none = || {
+            let (files, first) = ("prompt_data".to_owned(), "there are no rows".to_owned());
+            Error::NoPrompts { files, rows: 0, first }
+        };
         let example = self.data.examples.get(index as usize).ok_or_else(none)?;
         Ok(example.clone().into())
     }

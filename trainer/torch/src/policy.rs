@@ -266,7 +266,9 @@ fn add(stats: &mut StepStats, apart: &mut Apart, chunks: &[PolicyTerms]) -> Resu
         Tensor::f_stack(&chunks, 0)
     };
     let sums = stacked(|terms| &terms.sums)?.f_sum_dim_intlist(0_i64, false, Kind::Double)?;
-    let [clipped, ppo_kl, difference, k3, entropy, kl_loss, tis, rejected, opsm] = array(&sums)?;
+    let sums: Vec<f64> = Vec::try_from(&sums)?;
+    let sums: [f64; 9] = sums.try_into().map_err(|sums: Vec<f64>| input("sums", 9, sums.len()))?;
+    let [clipped, ppo_kl, difference, k3, entropy, kl_loss, tis, rejected, opsm] = sums;
     stats.loss += f64::try_from(stacked(|terms| &terms.loss)?.f_sum(Kind::Double)?)?;
     stats.pg_clipfrac += clipped;
     stats.ppo_kl += ppo_kl;
@@ -283,10 +285,4 @@ fn add(stats: &mut StepStats, apart: &mut Apart, chunks: &[PolicyTerms]) -> Resu
     stats.log_prob_diff_max = stats.log_prob_diff_max.max(f64::from(furthest));
     apart.add(&differences);
     Ok(())
-}
-
-/// The elements of a tensor of so many.
-fn array<const N: usize>(tensor: &Tensor) -> Result<[f64; N]> {
-    let values: Vec<f64> = Vec::try_from(tensor)?;
-    values.try_into().map_err(|values: Vec<f64>| input("sums", N, values.len()))
 }
