@@ -14,9 +14,9 @@ use std::ops::Range;
 
 use crate::layout::segment::Entry;
 
-/// State of one slot.
+/// How far one slot has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum SlotState {
     Reserved,
     Committed,
     Void,
@@ -25,7 +25,7 @@ enum State {
 
 #[derive(Debug, Clone)]
 struct Slot {
-    state: State,
+    state: SlotState,
     /// A sync has stored the header, in whatever state it was.
     stored: bool,
     segment: u64,
@@ -92,14 +92,18 @@ impl Ledger {
     pub(crate) fn dirty_before(&self, end: u64) -> bool {
         let count = usize::try_from(end.saturating_sub(self.first)).unwrap_or(usize::MAX);
         self.dirty > 0
-            && self.slots.iter().take(count).any(|slot| matches!(slot.state, State::Committed | State::Void))
+            && self
+                .slots
+                .iter()
+                .take(count)
+                .any(|slot| matches!(slot.state, SlotState::Committed | SlotState::Void))
     }
 
     /// Takes the next number for the frame at `range`. `entry` stands for it should it be given up.
     pub(crate) fn reserve(&mut self, segment: u64, range: Range<usize>, entry: Entry) -> u64 {
         let sequence = self.next();
         self.bytes += range.len();
-        self.slots.push_back(Slot { state: State::Reserved, stored: false, segment, range, entry });
+        self.slots.push_back(Slot { state: SlotState::Reserved, stored: false, segment, range, entry });
         sequence
     }
 
@@ -110,14 +114,14 @@ impl Ledger {
 
     /// Is this slot still its producer's to commit or give up?
     pub(crate) fn is_reserved(&mut self, sequence: u64) -> bool {
-        self.slot(sequence).is_some_and(|slot| slot.state == State::Reserved)
+        self.slot(sequence).is_some_and(|slot| slot.state == SlotState::Reserved)
     }
 
     /// The body is complete. `false` when the reservation was reclaimed before.
     pub(crate) fn commit(&mut self, sequence: u64, entry: Entry) -> bool {
         match self.slot(sequence) {
-            Some(slot) if slot.state == State::Reserved => {
-                slot.state = State::Committed;
+            Some(slot) if slot.state == SlotState::Reserved => {
+                slot.state = SlotState::Committed;
                 slot.entry = entry;
                 self.dirty += 1;
                 true
@@ -129,8 +133,8 @@ impl Ledger {
     /// Gives a reservation up and tells its segment and range. `None` when it was committed or given up
     /// before.
     pub(crate) fn void(&mut self, sequence: u64) -> Option<(u64, Range<usize>)> {
-        let slot = self.slot(sequence).filter(|slot| slot.state == State::Reserved)?;
-        slot.state = if slot.stored { State::Durable } else { State::Void };
+        let slot = self.slot(sequence).filter(|slot| slot.state == SlotState::Reserved)?;
+        slot.state = if slot.stored { SlotState::Durable } else { SlotState::Void };
         let (stored, place) = (slot.stored, (slot.segment, slot.range.clone()));
         self.dirty += usize::from(!stored);
         Some(place)
@@ -138,7 +142,7 @@ impl Ledger {
 
     /// Is the record on stable storage?
     pub(crate) fn is_durable(&mut self, sequence: u64) -> bool {
-        sequence < self.first || self.slot(sequence).is_some_and(|slot| slot.state == State::Durable)
+        sequence < self.first || self.slot(sequence).is_some_and(|slot| slot.state == SlotState::Durable)
     }
 
     /// Everything that a sync started now can acknowledge; `None` when there is nothing.
@@ -147,13 +151,13 @@ impl Ledger {
     /// over its header to reach the ones behind it.
     pub(crate) fn batch(&self) -> Option<Batch> {
         let mut batch = Batch { ranges: Vec::new(), sequences: Vec::new(), end: self.next() };
-        let pending = |slot: &&Slot| slot.state != State::Durable;
+        let pending = |slot: &&Slot| slot.state != SlotState::Durable;
         for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| pending(slot)) {
             match batch.ranges.last_mut() {
                 Some((segment, range)) if *segment == slot.segment => range.end = slot.range.end,
                 _ => batch.ranges.push((slot.segment, slot.range.clone())),
             }
-            if slot.state != State::Reserved {
+            if slot.state != SlotState::Reserved {
                 batch.sequences.push(self.first + index as u64);
             }
         }
@@ -164,14 +168,14 @@ impl Ledger {
     pub(crate) fn finish(&mut self, batch: &Batch) {
         let covered = usize::try_from(batch.end.saturating_sub(self.first)).unwrap_or(usize::MAX);
         self.slots.iter_mut().take(covered).for_each(|slot| slot.stored = true);
-        let given_up_meanwhile = |slot: &&mut Slot| slot.state == State::Void && slot.stored;
+        let given_up_meanwhile = |slot: &&mut Slot| slot.state == SlotState::Void && slot.stored;
         for slot in self.slots.iter_mut().take(covered).filter(given_up_meanwhile) {
-            slot.state = State::Durable;
+            slot.state = SlotState::Durable;
             self.dirty -= 1;
         }
         for &sequence in &batch.sequences {
-            if let Some(slot) = self.slot(sequence).filter(|slot| slot.state != State::Durable) {
-                slot.state = State::Durable;
+            if let Some(slot) = self.slot(sequence).filter(|slot| slot.state != SlotState::Durable) {
+                slot.state = SlotState::Durable;
                 self.dirty -= 1;
             }
         }
@@ -180,7 +184,7 @@ impl Ledger {
     /// Takes what readers may see from now on, in order.
     pub(crate) fn publish(&mut self) -> Vec<Published> {
         let mut published = Vec::new();
-        while self.slots.front().is_some_and(|slot| slot.state == State::Durable) {
+        while self.slots.front().is_some_and(|slot| slot.state == SlotState::Durable) {
             if let Some(slot) = self.slots.pop_front() {
                 self.bytes -= slot.range.len();
                 published.push(Published { sequence: self.first, segment: slot.segment, entry: slot.entry });

@@ -97,7 +97,7 @@ impl SignKey {
     }
 
     /// Appends this key's signature to a JSON object.
-    pub(crate) fn sign(&self, mut document: Vec<u8>, place: &Place<'_>) -> Vec<u8> {
+    pub(crate) fn sign(&self, mut document: Vec<u8>, place: &Subject<'_>) -> Vec<u8> {
         let signature = self.0.sign(&place.message(&document));
         let entry = Entry {
             key: hex::encode(self.public().0.as_bytes()),
@@ -178,7 +178,7 @@ fn read_text(path: &Path) -> Result<String> {
 
 /// The kind of a document and the version that it is for. Signatures cover it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place<'a> {
+pub(crate) struct Subject<'a> {
     /// `manifest` or `part`.
     pub(crate) what: &'static str,
     /// The run's name, which the document does not hold. A name that points to another run is noticed by it.
@@ -188,7 +188,7 @@ pub(crate) struct Place<'a> {
     pub(crate) version: Version,
 }
 
-impl Place<'_> {
+impl Subject<'_> {
     fn message(&self, document: &[u8]) -> Vec<u8> {
         let mut message = DOMAIN.to_vec();
         let mut text = |text: &str| {
@@ -253,7 +253,7 @@ fn split(bytes: &[u8]) -> Option<(Vec<u8>, Vec<Entry>)> {
 pub(crate) fn verify(
     bytes: &[u8],
     trusted: &[TrustKey],
-    place: &Place<'_>,
+    place: &Subject<'_>,
     subject: &str,
 ) -> Result<Vec<u8>> {
     let (document, entries) = split(bytes).unwrap_or_default();
@@ -288,9 +288,9 @@ mod tests {
 
     const DOCUMENT: &[u8] = br#"{"format":1,"model":"policy","version":3}"#;
 
-    fn place() -> Place<'static> {
+    fn place() -> Subject<'static> {
         let run_id = RunId::from_bytes([7; 16]);
-        Place { what: "manifest", run: "my-run", run_id, model: "policy", version: Version(3) }
+        Subject { what: "manifest", run: "my-run", run_id, model: "policy", version: Version(3) }
     }
 
     /// What `docs/format/publication.md` describes, made without this module: the message by hand, the
@@ -325,16 +325,16 @@ mod tests {
         let other = SignKey::from_bytes([2; 32]);
         let signed = key.sign(DOCUMENT.to_vec(), &place());
         let check =
-            |bytes: &[u8], place: &Place<'_>| verify(bytes, &[other.public(), key.public()], place, "x");
+            |bytes: &[u8], place: &Subject<'_>| verify(bytes, &[other.public(), key.public()], place, "x");
         check(&signed, &place()).unwrap();
         for elsewhere in [
-            Place { what: "part", ..place() },
-            Place { run: "my-ru", ..place() },
-            Place { run_id: RunId::from_bytes([8; 16]), ..place() },
-            Place { model: "policy2", ..place() },
-            Place { version: Version(4), ..place() },
+            Subject { what: "part", ..place() },
+            Subject { run: "my-ru", ..place() },
+            Subject { run_id: RunId::from_bytes([8; 16]), ..place() },
+            Subject { model: "policy2", ..place() },
+            Subject { version: Version(4), ..place() },
             // The same letters, divided differently.
-            Place { run: "my-runp", model: "olicy", ..place() },
+            Subject { run: "my-runp", model: "olicy", ..place() },
         ] {
             let found = check(&signed, &elsewhere);
             assert!(matches!(found, Err(Error::BadSignature { .. })), "{elsewhere:?}: {found:?}");

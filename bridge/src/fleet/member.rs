@@ -22,13 +22,13 @@ pub(super) struct Member {
     pub(super) expected: Expected,
     /// Absent where any version will do.
     known: Option<Arc<Known>>,
-    state: Mutex<State>,
+    state: Mutex<Standing>,
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
 }
 
 /// What is known of an engine.
 #[derive(Debug, Clone)]
-pub(super) struct State {
+pub(super) struct Standing {
     pub(super) identity: Identity,
     /// Whether it answered the last time it was asked anything.
     pub(super) up: bool,
@@ -49,7 +49,7 @@ impl Member {
     ) -> Result<Self> {
         let attached = Attached::attach(engine.clone(), &expected).await?;
         let identity = attached.identity().clone();
-        let state = State { identity, up: true, serving: None, in_flight: 0, left: false, failure: None };
+        let state = Standing { identity, up: true, serving: None, in_flight: 0, left: false, failure: None };
         let member = Self { engine, expected, known, state: Mutex::new(state), looking: Arc::default() };
         let serving = member.serving().await?;
         member.state().serving = serving;
@@ -78,7 +78,7 @@ impl Member {
         Attached::new(self.engine.clone(), self.state().identity.clone())
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, Standing> {
         // Nothing in here can be left half-changed by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -132,7 +132,7 @@ impl Member {
     }
 }
 
-impl State {
+impl Standing {
     /// Whether the engine is up, and serves this version or a later one of its run; any will do where none is asked
     /// for.
     pub(super) fn may_take(&self, minimum: Option<&Label>) -> bool {

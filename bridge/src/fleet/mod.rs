@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::keys::Keys;
 use crate::kinds::connect;
 use lease::{Attempt, Lease};
-use member::{LOOK_EVERY, Member, State};
+use member::{LOOK_EVERY, Member, Standing};
 use newest::Known;
 pub use newest::Newest;
 pub use route::Route;
@@ -127,7 +127,7 @@ impl Fleet {
     /// What is known of each engine, without asking it.
     pub fn status(&self) -> Vec<EngineStatus> {
         let status = |member: &Arc<Member>| {
-            let State { up, serving, in_flight, failure, .. } = member.state().clone();
+            let Standing { up, serving, in_flight, failure, .. } = member.state().clone();
             EngineStatus { url: member.engine.url().to_owned(), up, serving, in_flight, failure }
         };
         self.members.iter().map(status).collect()

@@ -58,12 +58,12 @@ struct Shared {
     dir: PathBuf,
     rank: Rank,
     /// Held while a delta is readied or written, so that nothing is readied while the engine loads.
-    state: Mutex<State>,
+    state: Mutex<LiveWeights>,
     /// What followers are told.
     told: Mutex<RankFile>,
 }
 
-struct State {
+struct LiveWeights {
     layout: Layout,
     memory: Box<dyn Memory>,
     /// The version that is live: its label, and its manifest's digest where it came by a delta.
@@ -151,7 +151,7 @@ impl LiveModel {
         let told = RankFile::of(rank);
         told.write(rank, dir)?;
         rank::sweep(dir);
-        let state = State { layout, memory, label: None, manifest: None, ready: None };
+        let state = LiveWeights { layout, memory, label: None, manifest: None, ready: None };
         let (state, told) = (Mutex::new(state), Mutex::new(told));
         let shared = Arc::new(Shared { dir: dir.into(), rank, state, told });
         let weak = Arc::downgrade(&shared);
@@ -193,7 +193,7 @@ impl std::fmt::Debug for LiveModel {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LiveWeights> {
         // A panic leaves weights that are not known, and `patch` has forgotten the label before.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -234,7 +234,7 @@ impl Shared {
     }
 
     /// The delta to a version, taken, if it is ready.
-    fn ready(&self, state: &mut State, label: &str) -> Result<Option<Ready>> {
+    fn ready(&self, state: &mut LiveWeights, label: &str) -> Result<Option<Ready>> {
         let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
         let ready = state.ready.take().filter(is_it);
         if ready.is_none() && state.label.as_deref() != Some(label) && self.is_first(label) {
@@ -286,7 +286,7 @@ impl Shared {
             return Err(Error::live("the live version", expected, found));
         }
         let began = Instant::now();
-        let State { layout, memory, ready, .. } = &mut *state;
+        let LiveWeights { layout, memory, ready, .. } = &mut *state;
         *ready = None;
         let (changes, found) = memory.prepare(layout, &delta)?;
         check(&delta, found, || format!("those of {}, where they were learned to lie", delta.base().label))?;

@@ -63,7 +63,7 @@ pub struct PushActivator<P> {
 }
 
 /// What is decided before an engine is paused.
-struct Plan {
+struct Decided {
     client: Client,
     identity: Identity,
     /// Label of the weights that it has now, if they are known.
@@ -129,7 +129,7 @@ impl<P: Push> PushActivator<P> {
         Ok(pause)
     }
 
-    fn plan(&mut self, target: &Target<'_>) -> Result<Vec<Plan>> {
+    fn plan(&mut self, target: &Target<'_>) -> Result<Vec<Decided>> {
         let (checkpoint, place) = (target.checkpoint, target.checkpoint.dir());
         let expected = Expected::from_snapshot(checkpoint, place)?;
         let clients: Vec<_> = self.clients.iter().map(|client| client.limited(target.limit)).collect();
@@ -156,12 +156,12 @@ impl<P: Push> PushActivator<P> {
             let sums = client.sums(&identity, checkpoint, place)?;
             let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
             let (client, same) = (client.clone(), server.is_none());
-            plans.push(Plan { client, identity, serving: label, sums, same, release, released });
+            plans.push(Decided { client, identity, serving: label, sums, same, release, released });
         }
         Ok(plans)
     }
 
-    fn transact(&mut self, plans: &[Plan], target: &Target<'_>) -> Result<()> {
+    fn transact(&mut self, plans: &[Decided], target: &Target<'_>) -> Result<()> {
         let mode = self.options.pause;
         self.pauses.iter_mut().for_each(|pause| pause.begin(mode));
         wait(&self.runtime, async {
@@ -187,7 +187,7 @@ impl<P: Push> PushActivator<P> {
 
     /// Ends every engine's pause, once it has its memory, and tells of the first that should go on and does
     /// not.
-    fn end(&mut self, plans: &[Plan], label: &str, failed: Option<&Error>) -> Result<()> {
+    fn end(&mut self, plans: &[Decided], label: &str, failed: Option<&Error>) -> Result<()> {
         let limit = pause::last_words();
         wait(&self.runtime, async {
             let mut ended = Ok(());
@@ -206,7 +206,7 @@ impl<P: Push> PushActivator<P> {
 
 /// Brings an engine to where it can be pushed into: paused, without its cache, labelled as a mixture, and
 /// with room.
-async fn make_ready(plan: &Plan, mode: PauseMode, label: &str) -> Result<()> {
+async fn make_ready(plan: &Decided, mode: PauseMode, label: &str) -> Result<()> {
     let client = &plan.client;
     if !plan.released.is_empty() {
         client.pause(mode).await?;

@@ -71,7 +71,7 @@ pub(super) struct State {
     entries: Room,
     results: Room,
     host_plan: HostRoom,
-    tokens: Plan,
+    tokens: Tokens,
     host_results: HostRoom,
 }
 
@@ -126,7 +126,7 @@ impl State {
         base: Placed,
         digests: &mut DigestTable,
         payload: &[u8],
-        plan: &Plan,
+        plan: &Tokens,
         result: u64,
     ) -> Result<u64> {
         let elements = base.bytes / element.size();
@@ -172,7 +172,7 @@ impl State {
     }
 
     /// Makes room for all that the kernels need.
-    fn arguments(&mut self, machine: &dyn Machine, element: Element, plan: &Plan) -> Result<Decode> {
+    fn arguments(&mut self, machine: &dyn Machine, element: Element, plan: &Tokens) -> Result<Decode> {
         let tasks = plan.tasks.len();
         let keys = keys_on(machine, &mut self.keys)?;
         let wide = if element.size() == 4 { 8 } else { 4 };
@@ -231,7 +231,7 @@ fn failure(number: u64) -> Option<&'static str> {
 
 /// The tokens of a payload.
 #[derive(Default)]
-struct Plan {
+struct Tokens {
     tasks: Vec<Task>,
     tables: Vec<Table>,
     /// Blocks that were decoded here; they follow the payload, from the next multiple of 16.
@@ -242,7 +242,7 @@ struct Plan {
     payload_bytes: usize,
 }
 
-impl Plan {
+impl Tokens {
     /// Reads the body of a payload. After this, the tokens are known to cover the tensor's blocks, once each,
     /// and to lie within the payload.
     fn read(

@@ -99,18 +99,18 @@ async fn object(
     let bytes = read(relay.object(object).await?, start, length).await?;
     relay.cache.counters().served_bytes += length as u64;
     let range = format!("bytes {start}-{}/{size}", end.saturating_sub(1));
-    let answer = Bytes::from_owner(Answer { bytes, _place: place });
+    let answer = Bytes::from_owner(Served { bytes, _place: place });
     let headers = [(header::CONTENT_RANGE, range), (header::CONTENT_TYPE, "application/octet-stream".into())];
     Ok((StatusCode::PARTIAL_CONTENT, headers, Body::from(answer)).into_response())
 }
 
 /// An answer's bytes, and their share of what all answers may hold.
-struct Answer {
+struct Served {
     bytes: Vec<u8>,
     _place: OwnedSemaphorePermit,
 }
 
-impl AsRef<[u8]> for Answer {
+impl AsRef<[u8]> for Served {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }

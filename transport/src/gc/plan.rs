@@ -13,12 +13,12 @@ const SIGNATURE: &str = "manifest.sig";
 
 /// What lies in the place of one version.
 #[derive(Debug, Default)]
-pub(super) struct Place {
+pub(super) struct Listed {
     pub(super) manifest: Option<Entry>,
     others: Vec<Entry>,
 }
 
-impl Place {
+impl Listed {
     /// What publishers put here and no manifest among the kept ones names; where the version is `collected`,
     /// the manifest's signature as well. Anything else is not ours to remove.
     pub(super) fn dead(&self, kept: &BTreeSet<Key>, collected: bool) -> Vec<&Entry> {
@@ -30,7 +30,7 @@ impl Place {
 /// A model's versions, as listed.
 #[derive(Debug)]
 pub(super) struct Places {
-    versions: BTreeMap<Version, Place>,
+    versions: BTreeMap<Version, Listed>,
     /// Of all that is there but the manifests.
     sizes: BTreeMap<Key, u64>,
 }
@@ -38,7 +38,7 @@ pub(super) struct Places {
 impl Places {
     /// Sorts the entries under a model's `root`.
     pub(super) fn of(entries: Vec<Entry>, root: &Key) -> Self {
-        let (mut versions, mut sizes) = (BTreeMap::<Version, Place>::new(), BTreeMap::new());
+        let (mut versions, mut sizes) = (BTreeMap::<Version, Listed>::new(), BTreeMap::new());
         for entry in entries {
             let parts = entry.key.under(root).and_then(|rest| rest.split_once('/'));
             let Some((version, name)) =
@@ -60,7 +60,7 @@ impl Places {
     pub(super) fn range(
         &self,
         versions: RangeToInclusive<Version>,
-    ) -> impl Iterator<Item = (&Version, &Place)> {
+    ) -> impl Iterator<Item = (&Version, &Listed)> {
         self.versions.range(versions)
     }
 

@@ -10,11 +10,11 @@ use crate::replica::Replica;
 #[derive(Debug)]
 pub(super) struct Baseline {
     dir: PathBuf,
-    state: State,
+    state: Held,
 }
 
 #[derive(Debug)]
-enum State {
+enum Held {
     Here(Box<Replica>),
     Moving(JoinHandle<(Box<Replica>, Result<()>)>),
     /// The thread that had it is gone; its journal tells the next one what to do.
@@ -24,7 +24,7 @@ enum State {
 impl Baseline {
     /// Opens the replica in `dir`; one that is damaged is to be built anew from the store.
     pub(super) fn open(dir: &Path) -> Result<Self> {
-        Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open_or_quarantine(dir)?)) })
+        Ok(Self { dir: dir.to_path_buf(), state: Held::Here(Box::new(Replica::open_or_quarantine(dir)?)) })
     }
 
     /// Begins a move. Every later call waits until it is durable: the base of the next delta must not turn
@@ -34,28 +34,28 @@ impl Baseline {
         change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         self.wait()?;
-        let State::Here(mut replica) = std::mem::replace(&mut self.state, State::Gone) else { return Ok(()) };
+        let Held::Here(mut replica) = std::mem::replace(&mut self.state, Held::Gone) else { return Ok(()) };
         let spawned = thread::Builder::new().name("driftless-baseline".to_owned()).spawn(move || {
             let moved = change(&mut replica).and_then(|()| replica.sync().map(drop));
             (replica, moved)
         });
         self.state =
-            State::Moving(spawned.map_err(|source| Error::io("start a thread for", &self.dir, source))?);
+            Held::Moving(spawned.map_err(|source| Error::io("start a thread for", &self.dir, source))?);
         Ok(())
     }
 
     /// Waits until no move is under way, and returns how the last one ended. After an error the replica is as
     /// the move left it: at a version it had before.
     pub(super) fn wait(&mut self) -> Result<()> {
-        match std::mem::replace(&mut self.state, State::Gone) {
-            State::Here(replica) => self.state = State::Here(replica),
-            State::Moving(thread) => {
+        match std::mem::replace(&mut self.state, Held::Gone) {
+            Held::Here(replica) => self.state = Held::Here(replica),
+            Held::Moving(thread) => {
                 let (replica, moved) =
                     thread.join().map_err(|_| Error::Internal { what: "moving the baseline" })?;
-                self.state = State::Here(replica);
+                self.state = Held::Here(replica);
                 return moved;
             }
-            State::Gone => self.state = State::Here(Box::new(Replica::open_or_quarantine(&self.dir)?)),
+            Held::Gone => self.state = Held::Here(Box::new(Replica::open_or_quarantine(&self.dir)?)),
         }
         Ok(())
     }
@@ -64,7 +64,7 @@ impl Baseline {
     pub(super) fn reopen(&mut self) -> Result<()> {
         self.wait()?;
         // First, because the directory belongs to one at a time.
-        self.state = State::Gone;
+        self.state = Held::Gone;
         self.wait()
     }
 
@@ -72,8 +72,8 @@ impl Baseline {
     pub(super) fn replica(&mut self) -> Result<&mut Replica> {
         self.wait()?;
         match &mut self.state {
-            State::Here(replica) => Ok(replica),
-            State::Moving(_) | State::Gone => Err(Error::NothingApplied { path: self.dir.clone() }),
+            Held::Here(replica) => Ok(replica),
+            Held::Moving(_) | Held::Gone => Err(Error::NothingApplied { path: self.dir.clone() }),
         }
     }
 }

@@ -10,7 +10,7 @@ use driftless_store::wait::Stop;
 
 use super::device::Devices;
 use super::finite;
-use super::plan::Plan;
+use super::plan::Encoding;
 use super::shard::{Shard, Slice, slice_bytes};
 use super::upload::Packer;
 use crate::checkpoint::Checkpoint;
@@ -131,7 +131,7 @@ pub(super) struct Encoder<'a> {
 /// What a thread has to know to encode a slice.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Coder {
-    pub(super) plan: Plan,
+    pub(super) plan: Encoding,
     pub(super) profile: Profile,
     pub(super) object_bytes_max: usize,
     /// Whether NaN and infinities are published.
@@ -363,7 +363,7 @@ mod tests {
         let tensor = TensorInfo { name: "a".to_owned(), dtype: Dtype::Bf16, shape: vec![3 << 20] };
         let slice = Slice { tensor, start: 777, elements: 3 << 19 };
         let bytes: Vec<u8> = (0..slice.elements as usize * 2).map(|i| [i as u8 / 2, 0x3c][i % 2]).collect();
-        let plan = Plan { kind: Kind::Full, anchor: false };
+        let plan = Encoding { kind: Kind::Full, anchor: false };
         let coder =
             Coder { plan, profile: Profile::Wire, object_bytes_max: 1 << 20, allow_non_finite: false };
         let digest = Digest::of(slice.tensor.dtype.element(), slice.start, &bytes);

@@ -56,7 +56,7 @@ use catch_up::is_lost;
 use device::{DeviceUse as Used, Devices};
 use driftless_store::pool::Bounds;
 use encode::{BaseView, Coded, Coder, Done, Encoder};
-use plan::{Anchors, Plan};
+use plan::{Anchors, Encoding};
 use shard::Whole;
 use upload::Uploads;
 
@@ -351,18 +351,18 @@ impl Publisher {
 
     /// What a rank publishes, which does not see what the others have: a delta, unless a full version is asked
     /// for or there is no base.
-    fn plan_part(&mut self, mode: Mode, version: Version) -> Result<Plan> {
+    fn plan_part(&mut self, mode: Mode, version: Version) -> Result<Encoding> {
         if mode == Mode::Full || self.baseline.replica()?.manifest().is_none() {
-            return Ok(Plan { kind: Kind::Full, anchor: false });
+            return Ok(Encoding { kind: Kind::Full, anchor: false });
         }
-        Ok(Plan { kind: Kind::Delta, anchor: self.anchor_due(version)? })
+        Ok(Encoding { kind: Kind::Delta, anchor: self.anchor_due(version)? })
     }
 
     /// Encodes slices and files, and stores them as objects `<root>/<attempt>-<index>`.
     fn store(
         &mut self,
         shard: &dyn Shard,
-        plan: Plan,
+        plan: Encoding,
         selection: &Selection<'_>,
         attempt: &Attempt<'_>,
     ) -> Result<(Vec<Coded>, Vec<File>, Vec<Object>)> {

@@ -14,7 +14,7 @@ const DIFFERENCES_MAX: usize = 3;
 
 /// How a version's bytes are to be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Plan {
+pub(super) struct Encoding {
     /// [`Kind::Full`] or [`Kind::Delta`].
     pub(super) kind: Kind,
     /// Whether a delta carries full tensors as well.
@@ -35,14 +35,14 @@ pub(super) fn plan(
     mode: Mode,
     anchor_due: bool,
     allow_layout_change: bool,
-) -> Result<(Plan, Option<FullBecause>)> {
-    let full = |why| Ok((Plan { kind: Kind::Full, anchor: false }, Some(why)));
+) -> Result<(Encoding, Option<FullBecause>)> {
+    let full = |why| Ok((Encoding { kind: Kind::Full, anchor: false }, Some(why)));
     let Some(base) = base else { return full(FullBecause::FirstVersion) };
     let layout = check_layout(base, tensors, representation, allow_layout_change)?;
     match (mode, layout) {
         (Mode::Full, _) => full(FullBecause::Asked),
         (Mode::Delta, Some(differences)) => full(FullBecause::LayoutChanged(differences)),
-        (Mode::Delta, None) => Ok((Plan { kind: Kind::Delta, anchor: anchor_due }, None)),
+        (Mode::Delta, None) => Ok((Encoding { kind: Kind::Delta, anchor: anchor_due }, None)),
     }
 }
 

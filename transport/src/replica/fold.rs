@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::objects::{CACHE_BYTES, Place};
+use super::objects::{CACHE_BYTES, ObjectNumber};
 use super::prefault::PAGE;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
@@ -52,7 +52,7 @@ fn same_names(a: &Manifest, b: &Manifest) -> bool {
 }
 
 /// Tensors with changes on nearly every page, each with the object that is the first to change it.
-pub(super) fn mostly_changed(versions: &[Committed]) -> Result<Vec<(Place, &Tensor)>> {
+pub(super) fn mostly_changed(versions: &[Committed]) -> Result<Vec<(ObjectNumber, &Tensor)>> {
     let mut mostly_changed = Vec::new();
     let tensors = versions.last().map_or(&[][..], |last| &last.manifest.tensors);
     for (index, tensor) in tensors.iter().enumerate() {
@@ -69,7 +69,7 @@ pub(super) fn mostly_changed(versions: &[Committed]) -> Result<Vec<(Place, &Tens
 fn place_if_mostly_changed<'a>(
     mut pieces: impl Iterator<Item = (usize, &'a Piece)>,
     tensor_bytes: u64,
-) -> Option<Place> {
+) -> Option<ObjectNumber> {
     let (number, first) = pieces.next()?;
     let payloads = pieces.fold(first.length, |sum, (_, piece)| sum.saturating_add(piece.length));
     let mostly_changed = payloads >= tensor_bytes.div_ceil(PAGE as u64).saturating_mul(MOSTLY_CHANGED_BYTES);
@@ -85,12 +85,12 @@ pub(super) fn journal_bytes(versions: &[Committed]) -> u64 {
 }
 
 /// The objects of pieces of a version.
-pub(super) fn places(number: usize, pieces: &[Piece]) -> impl Iterator<Item = Place> {
+pub(super) fn places(number: usize, pieces: &[Piece]) -> impl Iterator<Item = ObjectNumber> {
     pieces.iter().map(move |piece| (number, piece.object))
 }
 
 /// Each object once, where it comes first.
-pub(super) fn in_turn(places: impl Iterator<Item = Place>) -> Vec<Place> {
+pub(super) fn in_turn(places: impl Iterator<Item = ObjectNumber>) -> Vec<ObjectNumber> {
     let mut seen = BTreeSet::new();
     places.filter(|place| seen.insert(*place)).collect()
 }

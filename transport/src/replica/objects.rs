@@ -22,7 +22,7 @@ const AHEAD_BYTES: u64 = 32 << 20;
 const AHEAD_THREADS: usize = 4;
 
 /// An object's publication, by number, and its own number there.
-pub(super) type Place = (usize, u32);
+pub(super) type ObjectNumber = (usize, u32);
 
 /// Gives the bytes of one object, already checked against its digest. Called from several threads at once.
 pub type FetchObject<'a> = dyn Fn(&Object) -> Result<Vec<u8>> + Sync + 'a;
@@ -40,9 +40,9 @@ pub(super) struct Objects<'a> {
 /// What is fetched ahead: the objects in the order in which they will be asked for.
 #[derive(Default)]
 struct Ahead {
-    order: Vec<Place>,
+    order: Vec<ObjectNumber>,
     /// Where each of them stands there.
-    turns: BTreeMap<Place, usize>,
+    turns: BTreeMap<ObjectNumber, usize>,
     /// How many of them have been begun.
     begun: usize,
     /// The last of them that was asked for, and one.
@@ -52,17 +52,17 @@ struct Ahead {
 
 #[derive(Default)]
 struct Cache {
-    slots: BTreeMap<Place, (Arc<Slot>, u64)>,
+    slots: BTreeMap<ObjectNumber, (Arc<Slot>, u64)>,
     bytes: u64,
     uses: u64,
 }
 
 /// An object; locked while it is fetched.
 #[derive(Default)]
-struct Slot(Mutex<State>);
+struct Slot(Mutex<Fetched>);
 
 #[derive(Default)]
-enum State {
+enum Fetched {
     #[default]
     Absent,
     Here(Arc<Vec<u8>>),
@@ -93,7 +93,7 @@ impl<'a> Objects<'a> {
 
     /// Has threads fetch objects a little ahead of those that ask for them, about in this order, until what is
     /// returned is dropped.
-    pub(super) fn ahead<'s>(&'s self, scope: &'s Scope<'s, '_>, order: Vec<Place>) -> Over<'s, 'a> {
+    pub(super) fn ahead<'s>(&'s self, scope: &'s Scope<'s, '_>, order: Vec<ObjectNumber>) -> Over<'s, 'a> {
         // One object is asked for at once.
         let threads = if order.len() > 1 { AHEAD_THREADS.min(order.len()) } else { 0 };
         let turns = order.iter().enumerate().map(|(turn, place)| (*place, turn)).collect();
@@ -109,14 +109,14 @@ impl<'a> Objects<'a> {
             let Some(entry) = self.entry(place) else { continue };
             let slot = self.slot(place, entry.size);
             let mut state = lock(&slot.0);
-            if matches!(*state, State::Absent) {
-                *state = self.fetch(entry).map_or_else(State::Failed, State::Here);
+            if matches!(*state, Fetched::Absent) {
+                *state = self.fetch(entry).map_or_else(Fetched::Failed, Fetched::Here);
             }
         }
     }
 
     /// The object to fetch next, once those ahead leave room for it; `None` if there are no more.
-    fn next_ahead(&self) -> Option<Place> {
+    fn next_ahead(&self) -> Option<ObjectNumber> {
         let mut ahead = lock(&self.ahead);
         loop {
             // Those behind are another thread's already.
@@ -132,7 +132,7 @@ impl<'a> Objects<'a> {
         }
     }
 
-    fn asked(&self, place: Place) {
+    fn asked(&self, place: ObjectNumber) {
         let mut ahead = lock(&self.ahead);
         if let Some(turn) = ahead.turns.get(&place).copied().filter(|turn| *turn >= ahead.asked) {
             ahead.asked = turn + 1;
@@ -165,16 +165,16 @@ impl<'a> Objects<'a> {
         Ok(ObjectRange { bytes, range })
     }
 
-    fn object(&self, place: Place, entry: &Object) -> Result<Arc<Vec<u8>>> {
+    fn object(&self, place: ObjectNumber, entry: &Object) -> Result<Arc<Vec<u8>>> {
         self.asked(place);
         let slot = self.slot(place, entry.size);
         let mut state = lock(&slot.0);
         let bytes = match std::mem::take(&mut *state) {
-            State::Here(bytes) => Ok(bytes),
-            State::Failed(error) => Err(error),
-            State::Absent => self.fetch(entry),
+            Fetched::Here(bytes) => Ok(bytes),
+            Fetched::Failed(error) => Err(error),
+            Fetched::Absent => self.fetch(entry),
         };
-        *state = bytes.as_ref().map_or_else(after, |bytes| State::Here(bytes.clone()));
+        *state = bytes.as_ref().map_or_else(after, |bytes| Fetched::Here(bytes.clone()));
         bytes
     }
 
@@ -185,12 +185,12 @@ impl<'a> Objects<'a> {
         Ok(fetched.into())
     }
 
-    fn entry(&self, place: Place) -> Option<&'a Object> {
+    fn entry(&self, place: ObjectNumber) -> Option<&'a Object> {
         self.versions.get(place.0)?.manifest.objects.get(place.1 as usize)
     }
 
     /// The slot of an object. Makes room for it where it is new: those not used for longest go.
-    fn slot(&self, place: Place, size: u64) -> Arc<Slot> {
+    fn slot(&self, place: ObjectNumber, size: u64) -> Arc<Slot> {
         let mut cache = lock(&self.cache);
         cache.uses += 1;
         let now = cache.uses;
@@ -211,19 +211,19 @@ impl<'a> Objects<'a> {
         slot
     }
 
-    fn size(&self, place: Place) -> u64 {
+    fn size(&self, place: ObjectNumber) -> u64 {
         self.entry(place).map_or(0, |object| object.size)
     }
 }
 
 /// What an object is after an error that one thread was told. Where the store's deadline has passed, the
 /// others get the error too: each of them would wait for it once more.
-fn after(error: &Error) -> State {
+fn after(error: &Error) -> Fetched {
     let Error::Store(StoreError::Unreachable { store, action, key, waited, attempts, source }) = error else {
-        return State::Absent;
+        return Fetched::Absent;
     };
     let (store, key, source) = (store.clone(), key.clone(), source.to_string().into());
-    State::Failed(Error::Store(StoreError::Unreachable {
+    Fetched::Failed(Error::Store(StoreError::Unreachable {
         store,
         action,
         key,

@@ -20,7 +20,7 @@ use driftless_store::os::regular;
 use driftless_store::wait::lock;
 use memmap2::MmapMut;
 
-use super::objects::Place;
+use super::objects::ObjectNumber;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Tensor;
@@ -118,7 +118,7 @@ impl WriteMaps {
     pub(super) fn prefault<'a>(
         &'a mut self,
         checkpoint: &'a Checkpoint,
-        mostly_changed: &[(Place, &'a Tensor)],
+        mostly_changed: &[(ObjectNumber, &'a Tensor)],
     ) -> Prefault<'a> {
         let files: BTreeMap<&Path, &[AtomicU8]> =
             self.files.iter_mut().map(|(path, target)| (path.as_path(), target.bytes())).collect();
@@ -145,14 +145,14 @@ pub(super) struct Prefault<'a> {
     /// Names of the tensors of which all pages are prefaulted.
     mostly_changed: BTreeSet<&'a str>,
     /// Their pages, by the object that has to be here first.
-    waiting: Mutex<BTreeMap<Place, Vec<Job<'a>>>>,
+    waiting: Mutex<BTreeMap<ObjectNumber, Vec<Job<'a>>>>,
 }
 
 impl<'a> Prefault<'a> {
     fn new(
         files: BTreeMap<&'a Path, &'a [AtomicU8]>,
         checkpoint: &'a Checkpoint,
-        mostly_changed: &[(Place, &'a Tensor)],
+        mostly_changed: &[(ObjectNumber, &'a Tensor)],
         moved_times: &'a AtomicBool,
     ) -> Self {
         let names = mostly_changed.iter().map(|(_, tensor)| tensor.name.as_str()).collect();
@@ -356,7 +356,7 @@ mod tests {
     fn prefault_while(
         maps: &mut WriteMaps,
         checkpoint: &Checkpoint,
-        mostly_changed: &[(Place, &Tensor)],
+        mostly_changed: &[(ObjectNumber, &Tensor)],
         work: impl FnOnce(&Prefault<'_>),
     ) {
         let prefault = maps.prefault(checkpoint, mostly_changed);

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::ids::{FOLLOWERS, RunId, Version, check_model, check_name};
 use crate::manifest::{Base, MANIFEST_BYTES_MAX, Manifest};
-use crate::sign::{self, Place, TrustKey};
+use crate::sign::{self, Subject, TrustKey};
 
 pub(crate) use floor::Floor;
 pub(crate) use tombstone::Tombstone;
@@ -241,8 +241,8 @@ impl Run {
     }
 
     /// Where a document of this run belongs.
-    pub(crate) fn place<'a>(&'a self, what: &'static str, model: &'a str, version: Version) -> Place<'a> {
-        Place { what, run: &self.name, run_id: self.id, model, version }
+    pub(crate) fn place<'a>(&'a self, what: &'static str, model: &'a str, version: Version) -> Subject<'a> {
+        Subject { what, run: &self.name, run_id: self.id, model, version }
     }
 
     /// Refuses what lies in a version's place and says that it is of another run, model or version.

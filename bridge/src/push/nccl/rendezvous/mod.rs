@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
-use state::{Client, Reply, State};
+use state::{Client, Reply, Table};
 use wire::{Request, Violation};
 
 /// Most replies that lie ready for a client. A client has one request under way; only one that does not read
@@ -112,7 +112,7 @@ impl Rendezvous {
 
 #[derive(Debug, Default)]
 struct Shared {
-    state: State,
+    state: Table,
     outboxes: BTreeMap<Client, mpsc::Sender<Vec<u8>>>,
     next: Client,
 }

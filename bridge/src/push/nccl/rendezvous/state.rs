@@ -17,7 +17,7 @@ pub(super) type Reply = (Client, Vec<u8>);
 
 /// Keys, values, and the clients that wait for keys.
 #[derive(Debug, Default)]
-pub(super) struct State {
+pub(super) struct Table {
     values: BTreeMap<Vec<u8>, Vec<u8>>,
     bytes: usize,
     /// The keys that a client still misses.
@@ -25,7 +25,7 @@ pub(super) struct State {
     greeted: std::collections::BTreeSet<Client>,
 }
 
-impl State {
+impl Table {
     /// Does what a client asks: the replies, to it and to those it wakes.
     pub(super) fn handle(&mut self, client: Client, request: Request) -> Result<Vec<Reply>, Violation> {
         if !self.greeted.contains(&client) {
@@ -186,8 +186,8 @@ impl State {
 mod tests {
     use super::*;
 
-    fn greeted(clients: &[Client]) -> State {
-        let mut state = State::default();
+    fn greeted(clients: &[Client]) -> Table {
+        let mut state = Table::default();
         for client in clients {
             assert_eq!(state.handle(*client, Request::Validate(MAGIC)), Ok(vec![]));
         }
@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn strangers_are_refused() {
-        let mut state = State::default();
+        let mut state = Table::default();
         assert_eq!(state.handle(9, Request::NumKeys), Err(Violation::Greeting(0)));
         assert_eq!(state.handle(9, Request::Validate(7)), Err(Violation::Greeting(7)));
     }
