@@ -29,8 +29,8 @@ enum Owner {
     /// An export of the buffer protocol, which keeps the array that owns the memory; and a weak reference to that
     /// array: `resize` of numpy counts no exports, but refuses an array with a weak reference.
     Buffer(PyUntypedBuffer, #[expect(dead_code, reason = "held, never read")] Py<PyWeakrefReference>),
-    /// The tensor, which shares its storage. Only `resize_` of the storage gives the memory back.
-    Tensor(#[expect(dead_code, reason = "held, never read")] Py<PyAny>),
+    /// The tensor's storage, which the tensor may change for another one. Only `resize_` gives its memory back.
+    Storage(#[expect(dead_code, reason = "held, never read")] Py<PyAny>),
 }
 
 // SAFETY: the pointer is only read, and what keeps its memory is the owner, which may be held and dropped by
@@ -63,7 +63,7 @@ impl Borrowed {
             return Err(error::tensor(&name, "its device", expected, &format!("`{device}`")));
         }
         let (info, start, len) = place(name, value)?;
-        let owner = Owner::Tensor(value.clone().unbind());
+        let owner = Owner::Storage(value.call_method0("untyped_storage")?.unbind());
         Ok(Self { info, start: start as *const u8, len, owner })
     }
 
@@ -105,7 +105,7 @@ impl Borrowed {
             Owner::Buffer(buffer, _) if buffer.readonly() => {
                 Err(error::tensor(&borrowed.info.name, "its memory", "writable", "read-only"))
             }
-            Owner::Buffer(..) | Owner::Tensor(_) => Ok(borrowed),
+            Owner::Buffer(..) | Owner::Storage(_) => Ok(borrowed),
         }
     }
 

@@ -242,6 +242,23 @@ def test_array_keeps_its_memory_while_it_is_published(store, make):
     assert store.follow()["b"][1] == [3]
 
 
+def test_tensor_keeps_its_memory_while_it_is_published(store):
+    tensor, reading, over = torch.arange(1 << 20), threading.Event(), threading.Event()
+
+    def read():
+        reading.set()
+        assert over.wait(60)
+        return np.zeros(3, np.float32)
+
+    with store.publisher() as publisher:
+        future = publisher.publish_async({"a": lazy((3,), read), "b": tensor})
+        assert reading.wait(60)
+        tensor.data = torch.zeros(3, dtype=tensor.dtype)
+        over.set()
+        assert future.result(timeout=60).version == 0
+    assert store.follow()["b"][2] == torch.arange(1 << 20).numpy().tobytes()
+
+
 def test_slice_without_ranks_is_refused(store):
     with store.publisher() as publisher, pytest.raises(driftless_rl.TensorError, match="ranks="):
         publisher.publish({"a": driftless_rl.Slice(np.zeros(2), shape=[4], start=0)})

@@ -84,6 +84,7 @@ fn first_row_without_the_field_names_what_the_row_has() {
     assert!(!words.contains("skip"), "leaving such rows out would leave nothing: {words}");
     let (_, words) = code(&mut data(dir.path(), "{\"input\": \"1\"\n"));
     assert!(words.contains(":1: ") && words.contains(" at column ") && !words.contains("line 2"), "{words}");
+    assert!(!words.contains("--input-key"), "the line has no fields yet: {words}");
 }
 
 #[test]

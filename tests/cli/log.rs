@@ -128,6 +128,21 @@ fn stat_tail_and_verify_speak_json() {
     assert_eq!(report["records"].as_u64(), Some(5));
 }
 
+#[test]
+fn log_of_a_run_is_found_by_the_runs_directory() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let stat = json(driftless().args(["log", "stat"]).arg(&run_dir));
+    assert_eq!((&stat["samples"], &stat["prompts"]), (&serde_json::json!(3), &serde_json::json!(1)));
+    let report = json(driftless().args(["log", "verify"]).arg(&run_dir));
+    assert_eq!(report["records"].as_u64(), Some(4));
+    let tail = log(&["tail", text(&run_dir)]);
+    let told = String::from_utf8_lossy(&tail.stdout).into_owned();
+    let lines: Vec<&str> = told.lines().collect();
+    assert!(lines.len() == 4 && lines[0].ends_with("prompt 2 tokens"), "no reward of a prompt: {told}");
+    assert!(lines[3].contains("reward 1.0 stop") && lines[3].ends_with("3 tokens"), "{told}");
+}
+
 /// A run with two steps of samples: its log, and the tokenizer of its baseline.
 fn run_with_samples(dir: &Path) -> std::path::PathBuf {
     let (run_dir, prompts) = (dir.join("run"), dir.join("prompts.jsonl"));
@@ -208,7 +223,7 @@ fn export_with_text_has_prompts_responses_and_labels() {
     let dir = tempfile::tempdir().expect("a directory");
     let run_dir = run_with_samples(dir.path());
     let out = dir.path().join("out.arrow");
-    let done = json(driftless().args(["log", "export", "--text"]).args([&run_dir.join("log"), &out]));
+    let done = json(driftless().args(["log", "export", "--text"]).args([&run_dir, &out]));
     assert_eq!(done["records"].as_u64(), Some(4));
     let bytes = std::fs::read(&out).expect("the file");
     for text in ["prompt", "response", "label", "What is", "six", "42"] {

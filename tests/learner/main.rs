@@ -380,13 +380,13 @@ fn data_that_have_changed_are_said_when_a_run_goes_on() {
     let (status, words) = code(&mut stage.trainer(""));
     assert_eq!(status, Some(0), "{words}");
     assert!(words.contains("goes on with --rollout-shuffle true; it was false"), "{words}");
-    assert!(words.contains("prompts or their order have changed"), "{words}");
+    assert!(words.contains("prompts, labels or their order have changed"), "{words}");
     let prompts = stage.at("prompts.jsonl");
     let other = std::fs::read_to_string(&prompts).expect("prompts").replace("\"a\": \"4\"", "\"a\": \"5\"");
     std::fs::write(&prompts, other).expect("prompts");
     let (status, words) = code(&mut stage.trainer(""));
     assert_eq!(status, Some(0), "{words}");
-    assert!(words.contains("prompts or their order have changed"), "{words}");
+    assert!(words.contains("prompts, labels or their order have changed"), "{words}");
     let (_, words) = code(&mut stage.trainer(""));
     assert!(!words.contains("changed"), "it was said: {words}");
 }

@@ -191,9 +191,7 @@ pub enum Error {
     },
     /// A learner's process has ended, or did not answer in time. Loaded again, it goes on from its last
     /// checkpoint.
-    #[error(
-        "learner {learner}: {call}: expected an answer, found {found}; what it wrote is above, and `ChildOptions::deadline` says how long it may take"
-    )]
+    #[error("learner {learner}: {call}: expected an answer, found {found}; what it wrote is above")]
     LearnerLost {
         /// Its name or command, with its process.
         learner: String,

@@ -145,6 +145,7 @@ fn child_that_does_not_answer_in_time_is_killed_and_named() {
     let error = child_of("sleep 1000 & wait".into(), deadline).load(&place).unwrap_err();
     let words = error.to_string();
     assert!(words.contains("`sleep`") && words.contains("nothing after 0.05 s"), "{words}");
+    assert!(words.contains("`ChildOptions::deadline`"), "{words}");
     assert!(!words.contains("1000"), "the rest of a command line may hold secrets: {words}");
     // Were it not killed, the lock would still be held.
     child("").load(&place).unwrap();
@@ -154,7 +155,8 @@ fn child_that_does_not_answer_in_time_is_killed_and_named() {
 fn child_that_ends_before_it_connects_says_how_it_ended() {
     let dir = tempfile::tempdir().unwrap();
     let error = child_of("exit 3".into(), DEADLINE).load(&place(dir.path())).unwrap_err();
-    assert!(error.to_string().contains("exit status: 3"), "{error}");
+    let words = error.to_string();
+    assert!(words.contains("exit status: 3") && !words.contains("deadline"), "it was not late: {words}");
 }
 
 #[test]

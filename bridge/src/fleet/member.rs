@@ -123,12 +123,13 @@ impl Member {
 
     /// Takes the engine out until it is attached again.
     pub(super) fn failed(&self, error: &Error) {
-        let mut state = self.state();
-        if state.up {
-            tracing::warn!(engine = self.engine.url(), %error, "engine is out");
+        let (mut state, failure) = (self.state(), chain(error));
+        // One that tells its version and fails at each generation comes back and goes out again all the time.
+        if state.up && state.failure.as_ref() != Some(&failure) {
+            tracing::warn!(engine = self.engine.url(), error = failure, "engine is out");
         }
         state.up = false;
-        state.failure = Some(chain(error));
+        state.failure = Some(failure);
     }
 }
 

@@ -1,6 +1,6 @@
 //! `driftless log export`.
 
-use super::texts::Texts;
+use super::texts::{Texts, log_of};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{numbers, paths};
@@ -13,7 +13,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The log.
+    /// Directory of a run, as `train --save` has it, or of its log.
+    #[arg(value_name = "RUN")]
     dir: PathBuf,
     /// The file to write; replaced if it is there.
     file: PathBuf,
@@ -45,14 +46,14 @@ enum Format {
 pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     let format = format(args)?;
     paths::check_output("FILE", &args.file)?;
-    paths::check_dir("log", &args.dir)?;
-    paths::check_outside("FILE", &args.file, "the log", &args.dir)?;
+    let log = log_of(&args.dir)?;
+    paths::check_outside("FILE", &args.file, "the log", &log)?;
     if let Some(to) = args.to.filter(|to| *to < args.from) {
         let (what, expected) = ("--to".to_owned(), format!("at least --from, which is {}", args.from));
         return Err(Error::Usage { what, expected, found: to.to_string() });
     }
-    let reader = Reader::open(&args.dir)?;
-    let texts = args.text.then(|| Texts::open(&args.dir, args.hf_checkpoint.as_deref())).transpose()?;
+    let reader = Reader::open(&log)?;
+    let texts = args.text.then(|| Texts::open(&log, args.hf_checkpoint.as_deref())).transpose()?;
     let of = |record: &Record| texts.as_ref().map_or_else(Vec::new, |texts| columns(texts, record));
     let columns = match args.text {
         true => TextColumns { names: &["prompt", "response", "label"], of: &of },
@@ -75,7 +76,7 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     })?;
     std::fs::rename(&unfinished, &args.file).map_err(io)?;
     output.print(&exported, |exported| format!("{} records in {}", exported.records, args.file.display()))?;
-    super::whole(&args.dir, exported.damaged + super::tell_lost(&reader, from))
+    super::whole(&log, exported.damaged + super::tell_lost(&reader, from))
 }
 
 /// The texts of a record. One that the tokenizer has no text for, or whose prompt is gone, is null.

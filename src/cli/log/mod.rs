@@ -7,25 +7,26 @@ mod show;
 mod texts;
 
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, fail};
-use crate::cli::shared::{numbers, paths};
 use driftless::buffer::check::Severity;
 use driftless::buffer::{self, Position, Reader, Record};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use texts::log_of;
 
 /// How long one wait for new records lasts before it is begun again.
 const TAIL_WAIT: Duration = Duration::from_secs(1);
 
 const AFTER_HELP: &str = "\
 Examples:
-  driftless log stat run/log
-  driftless log show run --worst -n 2
-  driftless log tail run/log --follow --json | jq .reward
-  driftless log verify run/log
-  driftless log export run/log rollouts.parquet --from 1000
-  driftless log import run/log prompts.jsonl@[0:5000] --input-key prompt
+  driftless log stat runs/first
+  driftless log show runs/first --worst -n 2
+  driftless log tail runs/first --follow --json | jq .reward
+  driftless log verify runs/first
+  driftless log export runs/first rollouts.parquet --text
+  driftless log import runs/first/log prompts.jsonl@[0:5000] --input-key prompt
 
 All but `import` are read-only. All are safe beside the process that owns the log; `import` then writes through it.";
 
@@ -41,19 +42,22 @@ pub(crate) struct Args {
 enum Command {
     /// Count what is in the log.
     Stat {
-        /// Directory of the log.
+        /// Directory of a run, as `train --save` has it, or of its log.
+        #[arg(value_name = "RUN")]
         dir: PathBuf,
     },
     /// Check every byte; exit code 3 if anything is damaged that was whole before, copies that no record
     /// needs included.
     Verify {
-        /// Directory of the log.
+        /// Directory of a run, as `train --save` has it, or of its log.
+        #[arg(value_name = "RUN")]
         dir: PathBuf,
     },
     /// Print the last records. What is damaged among them is named on standard error; exit code 3 if anything
     /// is.
     Tail {
-        /// Directory of the log.
+        /// Directory of a run, as `train --save` has it, or of its log.
+        #[arg(value_name = "RUN")]
         dir: PathBuf,
         /// How many records.
         #[arg(short = 'n', long, default_value_t = 10, value_parser = numbers::ordinal())]
@@ -85,8 +89,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 }
 
 fn stat(dir: &Path, output: Output) -> Result<()> {
-    paths::check_dir("log", dir)?;
-    output.print(&buffer::check::stat(dir)?, |stat| {
+    output.print(&buffer::check::stat(&log_of(dir)?)?, |stat| {
         let range = |range: Option<(u64, u64)>| {
             range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"))
         };
@@ -116,8 +119,7 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
 }
 
 fn verify(dir: &Path, output: Output) -> Result<()> {
-    paths::check_dir("log", dir)?;
-    let report = buffer::check::verify(dir)?;
+    let report = buffer::check::verify(&log_of(dir)?)?;
     output.print(&report, |report| {
         let mut lines: Vec<_> = report
             .damage
@@ -145,8 +147,7 @@ fn whole(dir: &Path, damaged: u64) -> Result<()> {
 }
 
 fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
-    paths::check_dir("log", dir)?;
-    let reader = Reader::open(dir)?;
+    let reader = Reader::open(&log_of(dir)?)?;
     let first = reader.end().0.saturating_sub(lines).max(reader.oldest().0);
     let (mut position, mut damaged) = (Position(first), tell_lost(&reader, first));
     loop {
@@ -202,15 +203,16 @@ fn fields(record: &Record) -> Value {
 }
 
 fn text(record: &Value) -> String {
+    let tokens = record["tokens"].as_array().map_or(0, Vec::len);
+    let of = format!("{} rollout {} group {}", record["position"], record["rollout_id"], record["group_id"]);
+    if record["kind"] == "prompt" {
+        return format!("{of} prompt {tokens} tokens");
+    }
     format!(
-        "{} rollout {} group {} sample {} reward {} {} versions {} {} tokens",
-        record["position"],
-        record["rollout_id"],
-        record["group_id"],
+        "{of} sample {} reward {} {} versions {} {tokens} tokens",
         record["sample_id"],
         record["reward"],
         record["finish"].as_str().unwrap_or_default(),
         record["weight_versions"],
-        record["tokens"].as_array().map_or(0, Vec::len),
     )
 }

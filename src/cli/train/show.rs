@@ -80,7 +80,9 @@ impl Show {
                 self.line(&format!("goes on with {name} {now}; it was {then} before"));
             }
             Event::OtherPrompts => {
-                self.line("prompts or their order have changed: some may be trained on again, and others never");
+                self.line(
+                    "prompts, labels or their order have changed: prompts may be trained on again, or never",
+                );
             }
             Event::Skipped { rollout, what } => self.line(&format!("step {rollout} is left out: {what}")),
             Event::LearnerLost { error } => {

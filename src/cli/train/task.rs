@@ -85,9 +85,7 @@ pub(crate) struct TaskArgs {
 
 /// Files and their rows.
 fn written<S: Serializer>(sources: &[Source], serializer: S) -> std::result::Result<S::Ok, S::Error> {
-    let text =
-        |source: &Source| format!("{}@[{}:{}]", source.path.display(), source.rows.start, source.rows.end);
-    serializer.collect_str(&sources.iter().map(text).collect::<Vec<_>>().join(" "))
+    serializer.collect_str(&sources.iter().map(Source::to_string).collect::<Vec<_>>().join(" "))
 }
 
 /// A task with what depends on it.

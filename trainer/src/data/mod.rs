@@ -166,8 +166,8 @@ impl Dataset {
             Why::TooLong { .. } => self.too_long += 1,
             Why::Bad { expected, found } if !skip => {
                 let (expected, found) = (expected.clone(), found.clone());
-                // Where the first row is refused, likely all are: leaving them out would leave nothing.
-                let todo = match self.examples.is_empty() {
+                // Where the first row lacks a field, likely all do: leaving them out would leave nothing.
+                let todo = match self.examples.is_empty() && expected.contains('`') {
                     true => "mend it, or say by `input_key` and `label_key` which fields the rows have",
                     false => "mend it, or leave such rows out with `skip_bad_prompts`",
                 };

@@ -1,5 +1,6 @@
 //! `--prompt-data`: which rows of which file.
 
+use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -34,6 +35,18 @@ impl FromStr for Source {
     }
 }
 
+/// As it is written: without a slice for all rows.
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = self.path.display();
+        match (self.rows.start, self.rows.end) {
+            (0, u64::MAX) => write!(f, "{path}"),
+            (start, u64::MAX) => write!(f, "{path}@[{start}:]"),
+            (start, end) => write!(f, "{path}@[{start}:{end}]"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -51,6 +64,9 @@ mod tests {
         assert_eq!(parse("a.jsonl@[3:]"), Some(3..u64::MAX));
         for wrong in ["a@[7:3]", "a@[3:3]", "a@[-1:3]", "a@[3]", "a@[3:5", "a@[x:y]"] {
             assert_eq!(parse(wrong), None, "{wrong}");
+        }
+        for written in ["a.jsonl", "a.jsonl@[3:7]", "a.jsonl@[0:7]", "a.jsonl@[3:]"] {
+            assert_eq!(written.parse::<Source>().unwrap().to_string(), written);
         }
         assert_eq!("a@b.jsonl".parse::<Source>().unwrap().path, Path::new("a@b.jsonl"));
     }

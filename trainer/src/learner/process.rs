@@ -107,7 +107,7 @@ impl Process {
                 ));
             }
             if Instant::now() >= end {
-                return Err(lost(format!("nothing after {} s", deadline.as_secs_f64())));
+                return Err(lost(silence(deadline)));
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -131,7 +131,7 @@ impl Process {
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 // How it ended is our doing.
                 let _ = self.end();
-                return Err(Lost::Gone(format!("nothing after {} s", deadline.as_secs_f64())));
+                return Err(Lost::Gone(silence(deadline)));
             }
             Err(error) => return Err(Lost::Gone(self.ended(&error))),
         };
@@ -187,6 +187,11 @@ impl Drop for Process {
         }
         let _ = self.end();
     }
+}
+
+/// What is found of a process that says nothing.
+fn silence(deadline: Duration) -> String {
+    format!("nothing after {} s, which is `ChildOptions::deadline`", deadline.as_secs_f64())
 }
 
 fn spawn(command: &str, socket: &Path, input: File) -> Result<Child> {
