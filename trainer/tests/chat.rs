@@ -75,6 +75,22 @@ fn variable_without_an_end_is_refused_with_the_template() {
 }
 
 #[test]
+fn template_as_deep_as_it_is_long_is_compiled_or_refused() {
+    let nots = |count: usize| format!("{{% if {}1 %}}yes{{% endif %}}", "not ".repeat(count));
+    for (source, expected) in [
+        (nots(30_000), "yes"),
+        (format!("{{{{ {}1 }}}}", "-".repeat(120_000)), "1"),
+        (format!("{{{{ 1{} }}}}", "+1".repeat(60_000)), "60001"),
+        (format!("{{{{ 'x'{} }}}}", "|upper".repeat(20_000)), "X"),
+    ] {
+        let template = ChatTemplate::from_source(&source, &SPECIAL).unwrap();
+        assert_eq!(template.render_json(CHATS[0].0, None, None).unwrap(), expected);
+    }
+    let words = ChatTemplate::from_source(&nots(100_000), &SPECIAL).unwrap_err().to_string();
+    assert!(words.contains("it has 400024 bytes"), "{words}");
+}
+
+#[test]
 fn template_with_quotes_and_raw_text_is_rendered_as_it_stands() {
     let source = "{# {% set a = 1 %} #}{% raw %}{% set b = 2 %}{% endraw %}{{ '{% set c = 3 %}' }}\
                   {%- set d = '%}' ~ \"'\" -%}{% set e, f = 1, 2 %}{% set g = 'x' if e == 2 %}{% set h %}t{% endset %}\

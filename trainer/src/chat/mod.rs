@@ -97,19 +97,18 @@ impl ChatTemplate {
     }
 
     fn new(path: &Path, sources: &[(String, String)], special: Vec<(String, Value)>) -> Result<Self> {
-        let refused = |error| Error::Template { path: path.to_owned(), reason: said(&error) };
-        let mut environment = environment().map_err(refused)?;
-        let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").ok();
-        for (name, source) in sources {
-            // As jinja2 does before anything else.
-            let source = &bound::bounded(&source.replace("\r\n", "\n").replace('\r', "\n"));
-            let plain = tag.as_ref().map_or(source.clone(), |tag| mask::without_tags(source, tag, false));
-            environment.add_template_owned(name.clone(), plain).map_err(refused)?;
-            if let Some(tag) = tag.as_ref().filter(|tag| tag.is_match(source)) {
-                let marked = mask::without_tags(source, tag, true);
-                environment.add_template_owned(format!("{name}{}", mask::MARKED), marked).map_err(refused)?;
-            }
+        let refused = |reason| Error::Template { path: path.to_owned(), reason };
+        if let Some((_, source)) = sources.iter().find(|(_, source)| source.len() > SOURCE_BYTES_MAX) {
+            let found = source.len();
+            return Err(refused(format!("it has {found} bytes, and at most {SOURCE_BYTES_MAX} are read")));
         }
+        let compiled = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("chat template".to_owned()).stack_size(STACK_BYTES);
+            let thread = thread.spawn_scoped(scope, || compile(sources));
+            let thread = thread.map_err(io("start a thread for", path))?;
+            Ok::<_, Error>(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })?;
+        let environment = compiled.map_err(|error| refused(said(&error)))?;
         Ok(ChatTemplate { path: path.to_owned(), environment, special })
     }
 
@@ -175,6 +174,28 @@ impl ChatTemplate {
 
 /// Instructions that a rendering may take, which is seconds. Templates take some hundred for a message.
 const INSTRUCTIONS_MAX: u64 = 50_000_000;
+
+/// Longest template that is read. Those of models have 20 thousand bytes at most.
+const SOURCE_BYTES_MAX: usize = 128 << 10;
+/// Stack to compile one with. An expression may be as deep as it is long, and recursion goes down all of it.
+const STACK_BYTES: usize = 256 << 20;
+
+/// The templates of these names and sources, in the environment of `transformers`.
+fn compile(sources: &[(String, String)]) -> Result<Environment<'static>, minijinja::Error> {
+    let mut environment = environment()?;
+    let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").ok();
+    for (name, source) in sources {
+        // As jinja2 does before anything else.
+        let source = &bound::bounded(&source.replace("\r\n", "\n").replace('\r', "\n"));
+        let plain = tag.as_ref().map_or(source.clone(), |tag| mask::without_tags(source, tag, false));
+        environment.add_template_owned(name.clone(), plain)?;
+        if let Some(tag) = tag.as_ref().filter(|tag| tag.is_match(source)) {
+            let marked = mask::without_tags(source, tag, true);
+            environment.add_template_owned(format!("{name}{}", mask::MARKED), marked)?;
+        }
+    }
+    Ok(environment)
+}
 
 /// The environment of `transformers`: jinja2 with these settings, filters and functions.
 fn environment() -> Result<Environment<'static>, minijinja::Error> {

@@ -79,7 +79,7 @@ impl LeaseRenewal {
         let Ok(bytes) = self.run.store().get(&self.key, None) else { return };
         let other = writer_of(&bytes).filter(|writer| *writer != current.record.writer);
         if other.is_some() && other != current.other {
-            tracing::warn!(key = %self.key, "another follower has the same id and renews the same lease; give each its own");
+            tracing::warn!(key = %self.key, "another follower has the same id and renews the same lease; give each an id of its own");
             current.other = other;
         }
     }
