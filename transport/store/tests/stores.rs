@@ -61,19 +61,19 @@ fn files_that_are_no_objects_are_not_listed() {
     assert_eq!(listed.iter().map(|entry| entry.key.as_str()).collect::<Vec<_>>(), ["a/b"]);
 }
 
-/// A server that takes the condition of a put and ignores it, as some do.
+/// A server, or what lies before it, that carries out puts in a way of its own.
 #[derive(Debug)]
-struct Careless(Memory);
+struct Odd(Memory, fn(&Memory, &Key, &[u8], PutMode) -> Result<()>);
 
-impl std::fmt::Display for Careless {
+impl std::fmt::Display for Odd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("careless:")
+        f.write_str("odd:")
     }
 }
 
-impl Store for Careless {
-    fn put(&self, key: &Key, bytes: &[u8], _: PutMode) -> Result<()> {
-        self.0.put(key, bytes, PutMode::Overwrite)
+impl Store for Odd {
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
+        self.1(&self.0, key, bytes, mode)
     }
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         self.0.get(key, range)
@@ -91,8 +91,19 @@ impl Store for Careless {
 
 #[test]
 fn a_store_that_ignores_create_is_refused() {
-    let store = Careless(Memory::new());
+    let store = Odd(Memory::new(), |store, key, bytes, _| store.put(key, bytes, PutMode::Overwrite));
     let error = probe_conditional_put(&store).unwrap_err();
-    assert!(matches!(&error, Error::ConditionalPutIgnored { store } if store == "careless:"), "{error:?}");
+    assert!(matches!(&error, Error::ConditionalPutIgnored { store } if store == "odd:"), "{error:?}");
+    assert!(store.list(&Key::new("probes").unwrap()).unwrap().is_empty());
+}
+
+#[test]
+fn put_that_a_proxy_sends_twice_is_no_sign_of_a_careless_store() {
+    let twice = |store: &Memory, key: &Key, bytes: &[u8], mode| {
+        store.put(key, bytes, mode)?;
+        store.put(key, bytes, mode)
+    };
+    let store = Odd(Memory::new(), twice);
+    probe_conditional_put(&store).unwrap();
     assert!(store.list(&Key::new("probes").unwrap()).unwrap().is_empty());
 }
