@@ -51,7 +51,10 @@ impl<'a> Lease<'a> {
         self.unanswered = matches!(outcome, Err(Error::Deadline { .. }));
         match outcome {
             Ok((generation, before)) => match unusable(&generation, before.as_deref(), minimum) {
-                None => Attempt::Done(self.note(generation)),
+                None => {
+                    self.member.state().told = None;
+                    Attempt::Done(self.note(generation))
+                }
                 Some(reason) => {
                     self.note(generation);
                     // Whatever made it unusable, asking again at once would make it so again.

@@ -39,6 +39,8 @@ pub(super) struct Standing {
     pub(super) left: bool,
     /// Why it did not do what it was asked, the last time that happened.
     pub(super) failure: Option<String>,
+    /// The failure that the log told of last, until the engine generates again.
+    pub(super) told: Option<String>,
 }
 
 impl Member {
@@ -49,7 +51,15 @@ impl Member {
     ) -> Result<Self> {
         let attached = Attached::attach(engine.clone(), &expected).await?;
         let identity = attached.identity().clone();
-        let state = Standing { identity, up: true, serving: None, in_flight: 0, left: false, failure: None };
+        let state = Standing {
+            identity,
+            up: true,
+            serving: None,
+            in_flight: 0,
+            left: false,
+            failure: None,
+            told: None,
+        };
         let member = Self { engine, expected, known, state: Mutex::new(state), looking: Arc::default() };
         let serving = member.serving().await?;
         member.state().serving = serving;
@@ -125,8 +135,9 @@ impl Member {
     pub(super) fn failed(&self, error: &Error) {
         let (mut state, failure) = (self.state(), chain(error));
         // One that tells its version and fails at each generation comes back and goes out again all the time.
-        if state.up && state.failure.as_ref() != Some(&failure) {
+        if state.up && state.told.as_ref() != Some(&failure) {
             tracing::warn!(engine = self.engine.url(), error = failure, "engine is out");
+            state.told = Some(failure.clone());
         }
         state.up = false;
         state.failure = Some(failure);
