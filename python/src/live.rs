@@ -9,6 +9,7 @@ use driftless::bridge::live::{
 };
 use driftless::transport::Checkpoint;
 use driftless::transport::snapshot::{Snapshot as _, TensorInfo};
+use driftless::transport::tied::is_head;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use std::path::PathBuf;
@@ -23,6 +24,7 @@ type Copy = (usize, usize, Vec<u64>, (u64, Vec<u64>), (u64, Vec<u64>));
 pub(crate) fn checkpoint_tensors(
     py: Python<'_>,
     directory: PathBuf,
+    ties_head: bool,
 ) -> PyResult<Vec<(String, String, Vec<u64>)>> {
     let checkpoint = py.detach(|| Checkpoint::open(directory)).map_err(error::transport)?;
     let row = |info: &TensorInfo| {
@@ -34,7 +36,8 @@ pub(crate) fn checkpoint_tensors(
         }
         Ok((info.name.clone(), torch_name(info.dtype).to_owned(), info.shape.clone()))
     };
-    checkpoint.tensors().iter().map(row).collect()
+    let loaded = checkpoint.tensors().iter().filter(|info| !(ties_head && is_head(&info.name)));
+    loaded.map(row).collect()
 }
 
 /// See the stub.
@@ -85,6 +88,7 @@ impl LiveModel {
         slots: Vec<(Py<PyDict>, Py<PyString>, usize)>,
         device: Option<usize>,
         arena: u64,
+        ties_head: bool,
     ) -> PyResult<Self> {
         let info = |(name, dtype, shape): (String, String, Vec<u64>)| match dtype_named(&dtype) {
             Some(dtype) => Ok(TensorInfo { name, dtype, shape }),
@@ -103,6 +107,7 @@ impl LiveModel {
         // copies overlap. Engines write to weights in loads, of which the plugin is told, and the base check
         // sees what others write.
         let layout = unsafe { Layout::new(tensors, storages, copies) }.map_err(refused)?;
+        let layout = layout.with_tied_head(ties_head);
         let (directory, rank) = (directory.as_path(), self::rank(rank));
         let model = py.detach(|| match device {
             None => live::LiveModel::in_host_memory(directory, rank, layout),

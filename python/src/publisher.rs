@@ -31,6 +31,7 @@ pub(crate) struct Published {
     label: String,
     manifest_digest: String,
     full_because: Option<String>,
+    left_out: BTreeMap<String, String>,
     anchor: bool,
     publication_bytes: u64,
     full_bytes: u64,
@@ -68,6 +69,7 @@ impl Published {
             density: published.density(),
             encode_seconds: published.encode.as_secs_f64(),
             upload_seconds: published.upload.as_secs_f64(),
+            left_out: published.left_out.into_iter().map(|head| (head.tensor, head.same_as)).collect(),
             label: published.label,
         }
     }

@@ -75,7 +75,7 @@ class Host:
 
     def __init__(self, store, root, ranks: int = 1, kind: type[Fused] = Fused) -> None:
         self.where = root / "plugins"
-        self.versions = [make(root / "base", "untied", 1)]
+        self.kind, self.versions = kind, [self.first(root / "base")]
         self.model = kind(self.versions[0])
         self.live = live_model(self.model, root / "base", self.where, (30000, 0, ranks))
         self.publisher = store.publisher()
@@ -84,13 +84,20 @@ class Host:
         self.follower.advance()
         self.live.loaded(self.label())
 
+    def first(self, directory: Path) -> dict[str, torch.Tensor]:
+        """Writes what the engine starts from, and returns the first version."""
+        return make(directory, "untied", 1)
+
     def label(self) -> str:
         return self.follower.status()["applied"]["label"]
 
     def step(self, density: float = 0.02) -> str:
         """The next version, which the follower offers; returns its label."""
-        self.versions.append(step(self.versions[-1], len(self.versions), density))
-        self.publisher.publish(self.versions[-1])
+        return self.publish(step(self.versions[-1], len(self.versions), density))
+
+    def publish(self, tensors: dict[str, torch.Tensor]) -> str:
+        self.versions.append(tensors)
+        self.publisher.publish(tensors)
         self.follower.advance()
         return self.label()
 
@@ -106,7 +113,7 @@ class Host:
             time.sleep(0.005)
 
     def holds(self, version: int) -> bool:
-        expected = Fused(self.versions[version]).state_dict()
+        expected = self.kind(self.versions[version]).state_dict()
         return all(torch.equal(expected[name], tensor) for name, tensor in self.model.state_dict().items())
 
 

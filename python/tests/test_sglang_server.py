@@ -16,7 +16,7 @@ from pathlib import Path
 
 import driftless_rl
 import pytest
-from conftest import Store
+from conftest import Store, read_checkpoint
 from servers import MOVED, Server, free_port, until
 from sglang_models import make, step
 
@@ -99,14 +99,21 @@ class Scene:
         self.store, self.base, self.host = store, root / "base", root / "host"
         self.tensors = make(self.base, kind, 1)
         self.server = Sglang(root, self.base, ranks)
-        self.publisher = driftless_rl.Publisher(store.url, "run", baseline_dir=store.baseline, hf_checkpoint=self.base)
-        self.publisher.publish(self.tensors)
-        self.version = 0
+        self.publisher = self.begin(baseline_dir=store.baseline, hf_checkpoint=self.base)
+        self.version = self.publisher.version
+
+    def begin(self, **settings) -> driftless_rl.Publisher:
+        publisher = driftless_rl.Publisher(self.store.url, "run", **settings)
+        publisher.publish(self.tensors)
+        return publisher
+
+    def next(self, density: float) -> dict:
+        return step(self.tensors, self.version, density)
 
     def publish(self, density: float) -> None:
         self.version += 1
         print(f"version {self.version}: seed {self.version}, density {density}")
-        self.tensors = step(self.tensors, self.version, density)
+        self.tensors = self.next(density)
         self.publisher.publish(self.tensors)
 
     def label(self) -> str:
@@ -130,6 +137,23 @@ class Scene:
     def end(self) -> None:
         self.server.end()
         self.publisher.close()
+
+
+class HeadedScene(Scene):
+    """A tied model whose run has the head, which the server was not started with: its first config did not tie it."""
+
+    def begin(self, **settings) -> driftless_rl.Publisher:
+        self.tensors = self.with_head(self.tensors)
+        untied = json.loads((self.base / "config.json").read_text()) | {"tie_word_embeddings": False}
+        with driftless_rl.Publisher(self.store.url, "run", files={"config.json": json.dumps(untied).encode()}, **settings) as first:
+            first.publish(self.tensors)
+        return super().begin(resume=True, **settings)
+
+    def next(self, density: float) -> dict:
+        return self.with_head(super().next(density))
+
+    def with_head(self, tensors: dict) -> dict:
+        return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +217,7 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
 
 def test_ranks_are_patched_together_while_they_generate(scenes, tmp_path_factory, follow):
     root = tmp_path_factory.mktemp("ranks")
-    scene = scenes["ranks"] = Scene(Store(root), root, "tied", ranks=2)
+    scene = scenes["ranks"] = HeadedScene(Store(root), root, "tied", ranks=2)
     follow("--plugin", "require", "--pause-generation-mode", "in_place", scene=scene)
     scene.serves(scene.label())
     paused = scene.server.paused()
@@ -205,6 +229,7 @@ def test_ranks_are_patched_together_while_they_generate(scenes, tmp_path_factory
         first, second = scene.server.sums()
         assert first != second, "each rank has its part"
         scene.assert_as_loaded()
+    assert "lm_head.weight" in read_checkpoint(scene.host)
 
 
 @pytest.mark.parametrize("scene", ["untied"], indirect=True)

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 def train(store: Store, model, steps: int, resume=None, every=1, **settings):
     settings = {"baseline_dir": store.baseline, **settings}
-    callback = PublishCallback(store.url, "run", every_steps=every, **settings)
+    callback = PublishCallback(store.url, "run", publish_every=every, **settings)
     arguments = TrainingArguments(
         output_dir=str(store.root / "out"),
         max_steps=steps,
@@ -72,7 +72,7 @@ def test_floats_are_published_as_the_dtype_that_is_asked_for(store):
 
 def test_steps_below_one_are_refused(store):
     with pytest.raises(driftless_rl.UsageError):
-        PublishCallback(store.url, "run", every_steps=0)
+        PublishCallback(store.url, "run", publish_every=0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ pub mod serve;
 pub mod sign;
 pub mod snapshot;
 pub mod source;
+pub mod tied;
 
 pub use checkpoint::Checkpoint;
 pub use dtype::Dtype;

@@ -30,7 +30,8 @@ pub use self::plugin::PluginOptions;
 
 use self::pause::{Ask, Pause, partial, relabel};
 use crate::engine::{
-    Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check, check_tensors,
+    Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check,
+    check_tensors, check_tied,
 };
 use crate::error::{Error, Result};
 use crate::kinds::connect;
@@ -195,6 +196,7 @@ fn plan<'a>(
     let (checkpoint, place) = (target.checkpoint, target.checkpoint.dir());
     let expected = Expected::from_snapshot(checkpoint, place)?;
     check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
+    check_tied(checkpoint, place, target.manifest)?;
     let directory = engine_path(options, checkpoint)?;
     check_directory(engine, identity, &directory)?;
     let Target { label, limit, .. } = *target;

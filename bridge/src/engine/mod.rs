@@ -32,7 +32,7 @@ pub use model::{Expected, ModelConfig, torch_name};
 pub use options::{ClientOptions, Deadlines};
 pub(crate) use sums::check;
 pub use sums::{LiveWeights, Sums};
-pub(crate) use tensors::check_tensors;
+pub(crate) use tensors::{check_tensors, check_tied};
 
 use crate::error::{Error, Result};
 use crate::http::excerpt;

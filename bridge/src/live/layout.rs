@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::tied::is_head;
 
 use crate::error::{Error, Result};
 
@@ -52,6 +53,7 @@ pub struct LiveCopy {
 pub struct Layout {
     tensors: BTreeMap<String, Placed>,
     live: Vec<LiveTensor>,
+    ties_head: bool,
 }
 
 /// A tensor of the checkpoint, and the places of its copies.
@@ -101,7 +103,24 @@ impl Layout {
         }
         let placed = tensors.into_iter().zip(places);
         let tensors = placed.map(|(info, places)| (info.name.clone(), Placed { info, places })).collect();
-        Ok(Self { tensors, live })
+        Ok(Self { tensors, live, ties_head: false })
+    }
+
+    /// The layout of a model that takes its word embeddings for its output head, if `ties`. Versions may have the head
+    /// by its own name, which is none of the layout's tensors: it has no place.
+    #[must_use]
+    pub fn with_tied_head(self, ties: bool) -> Self {
+        Self { ties_head: ties, ..self }
+    }
+
+    /// Whether a tensor is the output head of a model that has none of its own.
+    pub(super) fn is_tied_head(&self, name: &str) -> bool {
+        self.ties_head && is_head(name) && !self.tensors.contains_key(name)
+    }
+
+    /// Whether the model's checkpoint has this tensor, in this form.
+    pub(super) fn has(&self, info: &TensorInfo) -> bool {
+        self.tensors.get(&info.name).is_some_and(|placed| placed.info == *info)
     }
 
     /// Where a tensor's copies lie: address of each storage, and the view in it.

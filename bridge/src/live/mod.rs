@@ -6,6 +6,7 @@
 //! | File | Does |
 //! |---|---|
 //! | `layout` | says where the elements of a checkpoint's tensors lie |
+//! | `tied` | admits output heads that the model takes from its word embeddings |
 //! | `part` | brings a delta into the form that threads and kernels carry out |
 //! | `memory`, `host`, `device/` | compare and write weights in the memory of the host or of a CUDA device |
 //! | `rank` | tells followers what a rank can do, and which deltas it has readied |
@@ -21,6 +22,7 @@ pub(crate) mod rank;
 mod reply;
 #[cfg(test)]
 mod tests;
+mod tied;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -288,6 +290,7 @@ impl Shared {
         let began = Instant::now();
         let LiveWeights { layout, memory, ready, .. } = &mut *state;
         *ready = None;
+        tied::check(layout, &delta)?;
         let (changes, found) = memory.prepare(layout, &delta)?;
         check(&delta, found, || format!("those of {}, where they were learned to lie", delta.base().label))?;
         *ready = Some(Ready { delta, changes, took: began.elapsed() });

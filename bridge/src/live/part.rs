@@ -57,7 +57,9 @@ impl Parts {
     /// As [`Layout::places`].
     pub(super) fn new(layout: &Layout, tensors: &[PreparedTensor], at: impl Fn(u64) -> u64) -> Result<Self> {
         let mut out = Self::default();
-        for (index, tensor) in tensors.iter().enumerate() {
+        // A tied head changes with the word embeddings, as `tied` has seen.
+        let placed = tensors.iter().enumerate().filter(|(_, tensor)| !layout.is_tied_head(&tensor.name));
+        for (index, tensor) in placed {
             let (name, dtype, shape) = (tensor.name.clone(), tensor.dtype, tensor.shape.clone());
             for (live, view) in layout.places(&TensorInfo { name, dtype, shape })? {
                 if tensor.changed == 0 {

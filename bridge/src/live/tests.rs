@@ -372,7 +372,7 @@ fn label(version: u64) -> String {
     format!("0123456789ab:{version}")
 }
 
-fn version(number: u64) -> PreparedVersion {
+pub(super) fn version(number: u64) -> PreparedVersion {
     PreparedVersion { label: label(number), manifest: ContentDigest::of(&number.to_le_bytes()) }
 }
 
@@ -403,11 +403,15 @@ fn write(
         tensors.push(json!({"name": name, "dtype": dtype, "shape": shape, "changed": changes.len(),
             "positions": places[0], "new": places[1], "old": places[2]}));
     }
-    let start = bytes.len();
     let header = json!({"base": version(base), "target": version(target), "first": first, "checksum": checksum(&bytes[64..], 64),
         "tensors": tensors});
     spoil(&mut bytes);
-    let header = header.to_string();
+    put(path, bytes, &header.to_string());
+}
+
+/// Offers a delta: room for the head and the arrays, and the header.
+pub(super) fn put(path: &Path, mut bytes: Vec<u8>, header: &str) {
+    let start = bytes.len();
     bytes.extend(header.as_bytes());
     bytes[..8].copy_from_slice(b"dftlpre2");
     bytes[8..16].copy_from_slice(&(start as u64).to_le_bytes());

@@ -21,6 +21,7 @@ use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
 use crate::engine::{
     Check, ClientOptions, Engine as _, Expected, Identity, Label, PauseMode, Sums, check, check_tensors,
+    check_tied,
 };
 use crate::error::{Error, Result};
 use crate::kinds::connect_sglang;
@@ -153,6 +154,7 @@ impl<P: Push> PushActivator<P> {
                 self.push.admit(client.url(), server)?;
             }
             check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
+            check_tied(checkpoint, place, target.manifest)?;
             let sums = client.sums(&identity, checkpoint, place)?;
             let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
             let (client, same) = (client.clone(), server.is_none());

@@ -20,6 +20,8 @@ class Published:
     """Its identity."""
     full_because: str | None
     """Why it was published in full, or None."""
+    left_out: dict[str, str]
+    """Output heads that ``config.json`` ties to the word embeddings, and that were left out: each with the embeddings' name."""
     anchor: bool
     """Whether readers can start here."""
     publication_bytes: int
@@ -136,8 +138,9 @@ class Follower:
     def status_json(self) -> str: ...
     def close(self) -> None: ...
 
-def checkpoint_tensors(directory: Any) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype as torch calls it, and shape of each tensor of a checkpoint directory.
+def checkpoint_tensors(directory: Any, ties_head: bool) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype as torch calls it, and shape of each tensor of a checkpoint directory. An output head is none of them where
+    the model takes its word embeddings for it.
 
     Raises:
         RefusedError, StoreError: it is none, or has a tensor of a dtype that is not patched.
@@ -188,6 +191,7 @@ class LiveModel:
         slots: list[tuple[dict[str, Any], str, int]],
         device: int | None,
         arena: int,
+        ties_head: bool,
     ) -> None:
         """Begins to look for deltas. Nothing is known of the version that is live.
 
@@ -201,6 +205,7 @@ class LiveModel:
             slots: the dict and key that hold each parameter, and its address.
             device: the CUDA device that all of them lie on; None: host memory.
             arena: bytes of its memory that are taken for deltas, if they are there. Larger ones stay in host memory.
+            ties_head: whether the model takes its word embeddings for its output head. Versions may have that as well.
 
         Raises:
             RefusedError: a directory that others can enter; a copy that does not fit; a device that cannot be used.

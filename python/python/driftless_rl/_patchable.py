@@ -86,7 +86,8 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
         Untraceable: a model that cannot be patched.
         Error: its checkpoint cannot be read or has tensors that are not patched, or ``where`` is not this user's alone.
     """
-    tensors = checkpoint_tensors(checkpoint)
+    ties = _ties_head(model)
+    tensors = checkpoint_tensors(checkpoint, ties)
     shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, dtype, shape in tensors}
     found = learn(model, shapes)
     names = {name: index for index, (name, _, _) in enumerate(tensors)}
@@ -104,5 +105,14 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
     ]
     device = found.device.index if found.device.type == "cuda" else None
     arena = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) // _ARENA_PART
-    live = LiveModel(where, rank, tensors, list(found.live.values()), copies, found.slots, device, arena)
+    live = LiveModel(where, rank, tensors, list(found.live.values()), copies, found.slots, device, arena, ties)
     return Patchable(live, found.derive, rank[2])
+
+
+def _ties_head(model: torch.nn.Module) -> bool:
+    """Whether the model takes its word embeddings for its output head, as its config says, its class's defaults included."""
+    config = getattr(model, "config", None)
+    # Models of several modalities have a config of their language model in it. Where both speak, they agree.
+    parts = (config, getattr(config, "text_config", None))
+    said = [getattr(part, "tie_word_embeddings", None) for part in parts]
+    return True in said and False not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ from ._errors import BusyError, UsageError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
+
+_log = logging.getLogger(__name__)
 
 
 class Slice(NamedTuple):
@@ -147,6 +150,7 @@ class Publisher:
         )
         self._lock = threading.Lock()
         self._warned = False
+        self._left_out: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[Published | None] | None = None
 
@@ -178,6 +182,10 @@ class Publisher:
         changed comes to the host. The first version, one in full and one with ``anchor_every`` or ``anchor_share`` are
         copied to the host; so is what the GPU cannot take, of which the first case is a ``RuntimeWarning``.
 
+        Tensors that share their memory are published once, under each of their names. An output head (``lm_head.weight``)
+        that ``config.json`` ties to the word embeddings is left out, which is logged once: engines take the embeddings for
+        it. It stays where the version before has it, and with ``rank=``.
+
         Args:
             tensors: Hugging Face names to tensors, such as ``model.state_dict()``, or pairs of them. A value is a numpy
                 array, a torch tensor, a ``LazyTensor``, or with ``rank=`` a ``Slice``.
@@ -191,7 +199,8 @@ class Publisher:
             The version's numbers; None on the ranks behind 0, whose ``version`` has moved.
 
         Raises:
-            TensorError: a tensor that cannot be read, or that changed meanwhile. Nothing is published.
+            TensorError: a tensor that cannot be read, or that changed meanwhile; a tied output head that is not the word
+                embeddings. Nothing is published.
             LayoutChangedError: other tensors, shapes or types than in the version before.
             NotFiniteError: NaN or infinities.
             RunError: another publisher was faster, or ranks contradict each other.
@@ -210,7 +219,15 @@ class Publisher:
         if because is not None and not self._warned:
             self._warned = True
             warnings.warn(f"tensors on a GPU are copied to the host to be published: {because}", RuntimeWarning, stacklevel=2)
+        if published is not None:
+            self._say(published.left_out)
         return published
+
+    def _say(self, left_out: Mapping[str, str]) -> None:
+        """Says of each tensor once that it is left out."""
+        for name in left_out.keys() - self._left_out:
+            self._left_out.add(name)
+            _log.warning("`%s` is left out: config.json ties it to `%s`, which engines take for it", name, left_out[name])
 
     def publish_async(
         self,

@@ -25,7 +25,7 @@ __all__ = ["PublishCallback", "hf_state_dict"]
 
 
 class PublishCallback(TrainerCallback):
-    """Publishes the model before the first step, after every ``every_steps`` optimiser steps, and after the last one.
+    """Publishes the model before the first step, after every ``publish_every`` optimiser steps, and after the last one.
 
     A training that goes on from a Trainer's checkpoint goes on with the run. Others begin one, or with ``resume="auto"``
     go on with the one that is there. Of a trainer with several processes, the first one publishes; of a model that FSDP2
@@ -35,7 +35,7 @@ class PublishCallback(TrainerCallback):
 
     Args:
         store, run: as for ``driftless_rl.Publisher``.
-        every_steps: optimiser steps between two versions.
+        publish_every: optimiser steps between two versions.
         dtype: publish floating-point tensors as this; by default as they are. Casting makes a copy of the model in host
             memory, and so does a model on a GPU.
         settings: further arguments of ``driftless_rl.Publisher``. FSDP2 needs ``baseline_dir``, in which each process has a
@@ -45,18 +45,18 @@ class PublishCallback(TrainerCallback):
         published: the numbers of the newest version that this callback published, a ``driftless_rl.Published``.
 
     Raises:
-        UsageError: ``every_steps`` below 1; when training begins, a model with adapters, which have to be merged first, or
+        UsageError: ``publish_every`` below 1; when training begins, a model with adapters, which have to be merged first, or
             one that FSDP1 or DeepSpeed ZeRO-3 has taken apart.
         driftless_rl.Error: what ``Publisher.publish`` raises ends the training.
     """
 
     def __init__(
-        self, store: str | os.PathLike[str], run: str, *, every_steps: int = 1, dtype: Any = None, **settings: Any
+        self, store: str | os.PathLike[str], run: str, *, publish_every: int = 1, dtype: Any = None, **settings: Any
     ) -> None:
-        if every_steps < 1:
-            raise UsageError(f"every_steps: expected at least 1, found {every_steps}", kind="Usage", code=2)
+        if publish_every < 1:
+            raise UsageError(f"publish_every: expected at least 1, found {publish_every}", kind="Usage", code=2)
         self._where = (store, run)
-        self._every_steps = every_steps
+        self._publish_every = publish_every
         self._dtype = dtype
         self._settings = settings
         self._publisher: Publisher | None = None
@@ -84,7 +84,7 @@ class PublishCallback(TrainerCallback):
             self._publish(model, state.global_step)
 
     def on_step_end(self, args, state, control, model=None, **others):
-        if state.global_step % self._every_steps == 0:
+        if state.global_step % self._publish_every == 0:
             self._publish(model, state.global_step)
 
     def on_train_end(self, args, state, control, model=None, **others):

@@ -14,11 +14,12 @@ use driftless::store::Store;
 use driftless::store::wait::Stop;
 use driftless::transport::gc::{GcOptions, collect};
 use driftless::transport::manifest::Kind;
-use driftless::transport::publish::{Mode, Published, PublisherOptions, Start, Step};
+use driftless::transport::publish::{FullBecause, LeftOut, Mode, Published, PublisherOptions, Start, Step};
 use driftless::transport::{Checkpoint, Publisher, Run, Version};
 use ranks::RankArgs;
 use serde_json::json;
 use serving::ServingArgs;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -262,6 +263,7 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
         "manifest_digest": published.manifest_digest.to_string(),
         "anchor": published.anchor,
         "full_because": published.full_because.as_ref().map(ToString::to_string),
+        "left_out": published.left_out.iter().map(|head| (&head.tensor, &head.same_as)).collect::<BTreeMap<_, _>>(),
         "publication_bytes": published.publication_bytes,
         "full_bytes": published.full_bytes,
         "density": density,
@@ -277,6 +279,9 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
     } else {
         String::new()
     };
+    // Once a run.
+    let is_first = published.full_because == Some(FullBecause::FirstVersion);
+    let left_out: String = published.left_out.iter().filter(|_| is_first).map(left_out).collect();
     output.print(&value, |_| {
         let changed = density.map_or_else(String::new, |density| {
             format!(", {:.3} % of the elements changed", 100.0 * density)
@@ -294,12 +299,18 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
             }
         };
         format!(
-            "version {} ({}): {stored}, {:.0} ms{why}{baseline}",
+            "version {} ({}): {stored}, {:.0} ms{why}{left_out}{baseline}",
             published.version,
             published.label,
             (published.encode + published.upload).as_secs_f64() * 1e3,
         )
     })
+}
+
+/// Says why a tensor of the checkpoint is none of the version.
+fn left_out(head: &LeftOut) -> String {
+    let LeftOut { tensor, same_as } = head;
+    format!("\n{tensor} is left out: config.json ties it to {same_as}, which engines take for it")
 }
 
 /// Where the baseline of a model is kept by default: a directory in the user's cache that no other store, run

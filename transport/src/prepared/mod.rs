@@ -236,6 +236,28 @@ impl PreparedDelta {
         ))
     }
 
+    /// Whether two of its tensors change alike: at the same positions, from the same values to the same. Arrays are
+    /// compared as they lie in the file now.
+    ///
+    /// # Errors
+    ///
+    /// The file system's; [`Error::Corrupt`] for a file that was made shorter.
+    pub fn change_alike(&self, a: &PreparedTensor, b: &PreparedTensor) -> Result<bool> {
+        let (Some(of_a), Some(of_b)) = (a.places(), b.places()) else { return Ok(false) };
+        if (a.dtype, &a.shape, a.changed) != (b.dtype, &b.shape, b.changed) {
+            return Ok(false);
+        }
+        for (of_a, of_b) in of_a.into_iter().zip(of_b) {
+            let read =
+                |place: &Range<u64>| read_at(&self.file, place.start, place.end - place.start, &self.subject);
+            // Names of one tensor share its arrays.
+            if of_a != of_b && read(&of_a)? != read(&of_b)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Reads the arrays and checks all of them.
     ///
     /// # Errors

@@ -8,6 +8,7 @@
 //! | `plan` | decides over tensor tables: delta, anchor or full |
 //! | `shard` | all tensors of a version, or one rank's slices |
 //! | `finite` | refuses NaN and infinities |
+//! | `tied` | leaves out output heads that engines get back from the word embeddings |
 //! | `slices` | hands tensors to several threads, and packs what they make, in order |
 //! | `encode` | encodes one tensor |
 //! | `device` | encodes those that lie on CUDA devices there (feature `cuda`) |
@@ -31,6 +32,7 @@ mod ranks;
 mod shard;
 mod slices;
 mod sound;
+mod tied;
 mod upload;
 
 use std::fmt;
@@ -65,7 +67,7 @@ pub use device::{BaseMemory, DeviceUse};
 pub use driftless_delta::Profile;
 pub use finite::check as check_finite;
 pub use options::{
-    FullBecause, Mode, Notify, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step,
+    FullBecause, LeftOut, Mode, Notify, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step,
 };
 pub use ranks::PublishedPart;
 pub use shard::{Shard, Slice};
@@ -122,6 +124,7 @@ struct Selection<'a> {
 struct Encoded {
     kind: Kind,
     full_because: Option<FullBecause>,
+    left_out: Vec<LeftOut>,
     tables: Tables,
     objects: Vec<Object>,
     done: Vec<Done>,
@@ -277,6 +280,7 @@ impl Publisher {
             finite::check_all(&checkpoint)?;
         }
         let tables = Tables::of(&checkpoint)?;
+        tied::refuse_parted(&checkpoint, &tables.tensors)?;
         let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
         let encode = begin.elapsed();
         let committed = self.commit(manifest)?;
@@ -292,7 +296,8 @@ impl Publisher {
     /// [`Error::LostRace`] if another publisher committed the version; this publisher then refuses to go on.
     /// [`Error::CommitUnknown`] if the store took the manifest but could not confirm it; the next call looks
     /// first. [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself;
-    /// [`Error::ChangedWhileRead`] for one that is being written to. [`Error::LayoutChanged`] and
+    /// [`Error::ChangedWhileRead`] for one that is being written to; [`Error::TensorMismatch`] also for an
+    /// output head that `config.json` ties to the word embeddings, which are others. [`Error::LayoutChanged`] and
     /// [`Error::NotFinite`], unless the options allow it. [`Error::DamagedReplica`] for a baseline that
     /// rotted and cannot be built anew. Whatever the store, the file system or the snapshot reports. After
     /// any error the store shows the old version or, whole, the new one.
@@ -301,7 +306,7 @@ impl Publisher {
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
-        let Encoded { kind, full_because, tables, objects, done } =
+        let Encoded { kind, full_because, left_out, tables, objects, done } =
             self.on_sound_baseline(&root, |publisher, attempt| {
                 publisher.encode(snapshot, mode, &Attempt { version, root: &root, name: attempt })
             })?;
@@ -312,7 +317,8 @@ impl Publisher {
         self.standing = Standing::InSync;
         self.follow_commit(&committed);
         self.devices.keep(&Whole::new(snapshot)?, &done, committed.identity());
-        self.report(&committed, full_because, encode, begin.elapsed())
+        let published = self.report(&committed, full_because, encode, begin.elapsed())?;
+        Ok(Published { left_out, ..published })
     }
 
     fn next_version(&self) -> Result<Version> {
@@ -327,11 +333,12 @@ impl Publisher {
     }
 
     fn encode(&mut self, snapshot: &dyn Snapshot, mode: Mode, attempt: &Attempt<'_>) -> Result<Encoded> {
-        let unique = plan::unique_tensors(snapshot)?;
-        let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
+        let mut unique = plan::unique_tensors(snapshot)?;
         let representation = self.representation(snapshot);
         let anchor_due = self.anchor_due(attempt.version)?;
         let base = self.baseline.replica()?.manifest();
+        let left_out = tied::leave_out(snapshot, &self.devices, base, &mut unique)?;
+        let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let allowed = self.options.allow_layout_change;
         let (plan, full_because) = plan::plan(base, &tensors, &representation, mode, anchor_due, allowed)?;
         let shard = Whole::new(snapshot)?;
@@ -346,7 +353,8 @@ impl Publisher {
             tables.changed += changed;
             done.push(Done { index, twins, digest });
         }
-        Ok(Encoded { kind: plan.kind, full_because, tables, objects, done })
+        tied::refuse_parted(snapshot, &tables.tensors)?;
+        Ok(Encoded { kind: plan.kind, full_because, left_out, tables, objects, done })
     }
 
     /// What a rank publishes, which does not see what the others have: a delta, unless a full version is asked
@@ -472,6 +480,7 @@ impl Publisher {
             manifest_digest: committed.digest,
             kind: manifest.kind,
             full_because,
+            left_out: Vec::new(),
             anchor: manifest.is_anchor(),
             publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64 + signature,
             full_bytes: manifest.tensor_bytes(),

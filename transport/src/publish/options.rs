@@ -268,6 +268,15 @@ pub struct Progress {
 /// Is called after every tensor of a publication.
 pub type ProgressFn = dyn FnMut(Progress) + Send;
 
+/// An output head that `config.json` ties to the word embeddings, and that equals them: engines get it back from them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Its name.
+    pub tensor: String,
+    /// Name of the word embeddings.
+    pub same_as: String,
+}
+
 /// A committed publication, in numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -282,6 +291,8 @@ pub struct Published {
     pub kind: Kind,
     /// Why it was published in full, if it was.
     pub full_because: Option<FullBecause>,
+    /// The tensors that were left out of it.
+    pub left_out: Vec<LeftOut>,
     /// True if readers can start here.
     pub anchor: bool,
     /// Bytes stored: objects and manifest.
@@ -316,6 +327,7 @@ impl Published {
             manifest_digest: applied.manifest_digest,
             kind: Kind::Delta,
             full_because: None,
+            left_out: Vec::new(),
             anchor: false,
             publication_bytes,
             full_bytes: manifest.tensor_bytes(),

@@ -88,7 +88,7 @@ pub(super) const HOUSES: &[House] = &[
             &["snapshot"],
             &["checkpoint"],
             &["manifest"],
-            &["run"],
+            &["run", "tied"],
             &["chain", "prepared"],
             &["gc"],
             &["replica"],
