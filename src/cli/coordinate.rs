@@ -4,7 +4,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
 use crate::cli::shared::{keys, numbers, store};
-use driftless::bridge::coordinate::{Coordinator, CoordinatorOptions, Rolled};
+use driftless::bridge::coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
 use driftless::bridge::{Keys, Label};
 use driftless::http::runtime;
 use driftless::store::Store;
@@ -129,16 +129,13 @@ fn no_version(args: &Args) -> Error {
 
 fn show(rolled: &Rolled, output: Output) -> Result<()> {
     let milliseconds = |time: Option<Duration>| time.map(|time| time.as_secs_f64() * 1e3);
-    let hosts: Vec<_> = rolled
-        .hosts
-        .iter()
-        .map(|host| {
-            json!({"url": host.url, "prepare_ms": milliseconds(host.prepared),
-                "activate_ms": milliseconds(host.activated), "failure": host.failure})
-        })
-        .collect();
+    let host = |host: &HostOutcome| {
+        json!({"url": host.url, "prepare_ms": milliseconds(host.prepared),
+            "activate_ms": milliseconds(host.activated), "failure": host.failure})
+    };
+    let hosts: Vec<_> = rolled.hosts.iter().map(host).collect();
     output.print(&json!({"label": rolled.label.to_string(), "hosts": hosts}), |_| {
-        let line = |host: &driftless::bridge::coordinate::HostOutcome| match &host.failure {
+        let line = |host: &HostOutcome| match &host.failure {
             None => format!("{}: {}", host.url, rolled.label),
             Some(failure) => format!("{}: a straggler: {failure}", host.url),
         };

@@ -55,7 +55,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let refused: Vec<_> = data.refused.iter().map(Refused::to_string).collect();
     let value = json!({
         "prompts": data.examples.len(), "bad": data.bad, "too_long": data.too_long,
-        "tokens": lengths.json(), "refused": refused,
+        "tokens": lengths, "refused": refused,
         "examples": shown.iter().map(example).collect::<Result<Vec<_>>>()?,
     });
     output.print(&value, |_| describe(&data, &lengths, shown))
@@ -75,45 +75,34 @@ fn example(example: &Example) -> Result<Value> {
 }
 
 /// Lengths of prompts in tokens.
+#[derive(serde::Serialize)]
 struct Lengths {
-    sorted: Vec<usize>,
+    min: usize,
+    median: usize,
+    p95: usize,
+    max: usize,
+    total: usize,
 }
 
 impl Lengths {
     fn of(examples: &[Example]) -> Self {
         let mut sorted: Vec<_> = examples.iter().map(|example| example.tokens.len()).collect();
         sorted.sort_unstable();
-        Lengths { sorted }
-    }
-
-    /// The length that this share of the prompts does not exceed.
-    fn at(&self, share: f64) -> usize {
-        let last = self.sorted.len().saturating_sub(1);
-        self.sorted.get((last as f64 * share).round() as usize).copied().unwrap_or_default()
-    }
-
-    fn json(&self) -> Value {
-        let (least, most) = (self.at(0.0), self.at(1.0));
-        json!({ "min": least, "median": self.at(0.5), "p95": self.at(0.95), "max": most, "total": self.total() })
-    }
-
-    fn total(&self) -> usize {
-        self.sorted.iter().sum()
+        let last = sorted.len().saturating_sub(1) as f64;
+        // The length that this share of the prompts does not exceed.
+        let at = |share: f64| sorted.get((last * share).round() as usize).copied().unwrap_or_default();
+        let total = sorted.iter().sum();
+        Lengths { min: at(0.0), median: at(0.5), p95: at(0.95), max: at(1.0), total }
     }
 }
 
 fn describe(data: &Dataset, lengths: &Lengths, shown: &[Example]) -> String {
+    let Dataset { bad, too_long, .. } = data;
+    let Lengths { min, median, p95, max, total } = lengths;
     let mut text = format!(
-        "{} prompts; refused: {} broken, {} too long\n\
-         tokens of a prompt: {} at least, {} in the middle, {} at 95 %, {} at most; {} in all\n",
-        data.examples.len(),
-        data.bad,
-        data.too_long,
-        lengths.at(0.0),
-        lengths.at(0.5),
-        lengths.at(0.95),
-        lengths.at(1.0),
-        lengths.total(),
+        "{} prompts; refused: {bad} broken, {too_long} too long\n\
+         tokens of a prompt: {min} at least, {median} in the middle, {p95} at 95 %, {max} at most; {total} in all\n",
+        data.examples.len()
     );
     // Writing to a String does not fail.
     for example in shown {

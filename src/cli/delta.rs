@@ -150,7 +150,7 @@ fn describe(summary: &Summary, bytes: usize) -> String {
         format!("{:.4} %", 100.0 * summary.changed as f64 / summary.elements.max(1) as f64),
         format!("{:.2}", 8.0 * bytes as f64 / summary.changed.max(1) as f64),
     ];
-    table(&["bytes", "tensors", "elements changed", "density", "bits/change"], &[row])
+    table(&["bytes", "tensors", "elements changed", "density", "bits/change"], [row])
 }
 
 /// A delta file; of any other no more than the first bytes, which [`Bundle::read`] refuses.

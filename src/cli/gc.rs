@@ -52,12 +52,6 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.lease_ttl = Duration::from_secs(args.lease_ttl);
     options.dry_run = args.dry_run;
     let collection = collect(&run, &options)?;
-    let removed = |removed: &Removed| {
-        json!({
-            "version": removed.version.0, "collected": removed.collected, "objects": removed.objects,
-            "bytes": removed.bytes,
-        })
-    };
     let value = json!({
         "run": run.name(),
         "run_id": run.id(),
@@ -67,7 +61,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         "anchor": collection.anchor,
         "floor": collection.floor,
         "leases": leases_json(&collection.leases),
-        "removed": collection.removed.iter().map(removed).collect::<Vec<_>>(),
+        "removed": collection.removed,
     });
     output.print(&value, |_| text(&collection, args.dry_run))
 }
@@ -91,8 +85,7 @@ fn text(collection: &Collection, dry_run: bool) -> String {
                 removed.bytes.to_string(),
             ]
         };
-        let rows: Vec<_> = collection.removed.iter().map(row).collect();
-        parts.push(table(&["version", "removed", "objects", "bytes"], &rows));
+        parts.push(table(&["version", "removed", "objects", "bytes"], collection.removed.iter().map(row)));
     }
     let bytes: u64 = collection.removed.iter().map(|removed| removed.bytes).sum();
     let verb = if dry_run { "would be removed" } else { "removed" };

@@ -81,11 +81,8 @@ fn has_runs(url: &str) -> Result<bool> {
 }
 
 fn no_run(url: &str) -> Error {
-    Error::Usage {
-        what: "inspect".to_owned(),
-        expected: "the URL of a store with runs, or of a run, as s3://bucket/prefix/my-run".to_owned(),
-        found: redact(url),
-    }
+    let expected = "the URL of a store with runs, or of a run, as s3://bucket/prefix/my-run";
+    Error::usage("inspect", expected, redact(url))
 }
 
 /// The store and the run that a URL names: its last segment is the run. One without is a store's.
@@ -113,12 +110,12 @@ fn runs(store: &Arc<dyn Store>, output: Output) -> Result<()> {
         let row = |run: &serde_json::Value| {
             ["run", "run_id", "model", "newest"].map(|key| text(&run[key])).to_vec()
         };
-        table(&["run", "run_id", "model", "newest"], &runs.iter().map(row).collect::<Vec<_>>())
+        table(&["run", "run_id", "model", "newest"], runs.iter().map(row))
     })
 }
 
 /// One line of a chain.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct Link {
     version: u64,
     kind: &'static str,
@@ -151,17 +148,7 @@ impl Link {
 
     /// A version that was collected by an earlier release, or while this command looked.
     fn collected(version: Version) -> Link {
-        Link {
-            version: version.0,
-            kind: "collected",
-            anchor: false,
-            base: version.0.checked_sub(1),
-            trainer_step: 0,
-            bytes: 0,
-            full_bytes: 0,
-            density: None,
-            manifest_digest: String::new(),
-        }
+        Link { version: version.0, kind: "collected", base: version.0.checked_sub(1), ..Link::default() }
     }
 }
 
@@ -197,7 +184,6 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
             ]
         };
         let header = ["version", "kind", "base", "step", "bytes", "full/bytes", "changed", "manifest"];
-        let rows: Vec<_> = links.iter().map(row).collect();
         let collected = match oldest.0 {
             0 => String::new(),
             oldest => format!("; versions below {oldest} were collected"),
@@ -206,7 +192,7 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
             [] => "no follower has a lease".to_owned(),
             followers => leases_table(followers),
         };
-        let chain = table(&header, &rows);
+        let chain = table(&header, links.iter().map(row));
         format!("run {} ({}), model {model}{collected}\n{chain}\n{followers}", run.name(), run.id())
     })
 }
@@ -223,25 +209,24 @@ fn version(manifest: &Manifest, output: Output) -> Result<()> {
                 tensor.aliases.join(", "),
             ]
         };
-        let rows: Vec<_> = manifest.tensors.iter().map(row).collect();
-        let base = manifest.base.as_ref().map_or_else(String::new, |base| format!(", on version {}", base.version));
+        let base =
+            manifest.base.as_ref().map_or_else(String::new, |base| format!(", on version {}", base.version));
         let elements = manifest.elements();
         let changed = match density(manifest) {
             Some(density) => format!("{:.3} % of {elements} elements changed", 100.0 * density),
             None => format!("{elements} elements"),
         };
+        let objects = match manifest.objects.len() {
+            1 => "1 object".to_owned(),
+            objects => format!("{objects} objects"),
+        };
+        let tensors =
+            table(&["tensor", "dtype", "shape", "bytes", "aliases"], manifest.tensors.iter().map(row));
+        let Manifest { run_id, model, version, trainer_step, .. } = manifest;
+        let kind = kind(manifest);
         format!(
-            "run {}, model {}, version {}: {}{base}\nstep {}, {bytes} bytes in {} and the manifest, {changed}\n{}",
-            manifest.run_id,
-            manifest.model,
-            manifest.version,
-            kind(manifest),
-            manifest.trainer_step,
-            match manifest.objects.len() {
-                1 => "1 object".to_owned(),
-                objects => format!("{objects} objects"),
-            },
-            table(&["tensor", "dtype", "shape", "bytes", "aliases"], &rows)
+            "run {run_id}, model {model}, version {version}: {kind}{base}\n\
+             step {trainer_step}, {bytes} bytes in {objects} and the manifest, {changed}\n{tensors}"
         )
     })
 }

@@ -26,11 +26,9 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if !args.dir.join(".driftless").is_dir() {
-        return Err(Error::Usage {
-            what: format!("`{}`", args.dir.display()),
-            expected: "a directory that `driftless follow` or `driftless publish` keeps".to_owned(),
-            found: if args.dir.exists() { "no .driftless in it" } else { "no such directory" }.to_owned(),
-        });
+        let expected = "a directory that `driftless follow` or `driftless publish` keeps";
+        let found = if args.dir.exists() { "no .driftless in it" } else { "no such directory" };
+        return Err(Error::usage(format!("`{}`", args.dir.display()), expected, found));
     }
     output.print(&Replica::repair(&args.dir)?, text)
 }

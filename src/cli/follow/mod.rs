@@ -295,18 +295,14 @@ fn plan_text(plan: &Plan) -> String {
     if plan.unfinished {
         lines.push("an interrupted apply would be finished first".to_owned());
     }
-    let row = |committed: &PlannedVersion| {
-        let kind = if committed.full { "in full" } else { "delta" };
-        vec![
-            committed.version.to_string(),
-            kind.to_owned(),
-            committed.objects.to_string(),
-            committed.bytes.to_string(),
-        ]
+    let row = |planned: &PlannedVersion| {
+        let kind = if planned.full { "in full" } else { "delta" };
+        let [version, objects, bytes] =
+            [planned.version.0, planned.objects, planned.bytes].map(|n| n.to_string());
+        vec![version, kind.to_owned(), objects, bytes]
     };
     if !plan.versions.is_empty() {
-        let rows: Vec<_> = plan.versions.iter().map(row).collect();
-        lines.push(table(&["version", "as", "objects", "bytes"], &rows));
+        lines.push(table(&["version", "as", "objects", "bytes"], plan.versions.iter().map(row)));
     }
     lines.join("\n")
 }
@@ -315,8 +311,7 @@ fn plan_text(plan: &Plan) -> String {
 fn plugin(args: &Args) -> Result<Option<PluginOptions>> {
     let pushes = args.transport.pushes();
     if pushes && args.plugin == PluginUse::Require {
-        let (what, expected) = ("--plugin".into(), "auto or off where weights are pushed".into());
-        return Err(Error::Usage { what, expected, found: "require".into() });
+        return Err(Error::usage("--plugin", "auto or off where weights are pushed", "require"));
     }
     if pushes || args.plugin == PluginUse::Off || args.engine.is_empty() {
         return Ok(None);

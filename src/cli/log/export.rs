@@ -49,8 +49,7 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     let log = log_of(&args.dir)?;
     paths::check_outside("FILE", &args.file, "the log", &log)?;
     if let Some(to) = args.to.filter(|to| *to < args.from) {
-        let (what, expected) = ("--to".to_owned(), format!("at least --from, which is {}", args.from));
-        return Err(Error::Usage { what, expected, found: to.to_string() });
+        return Err(Error::usage("--to", format!("at least --from, which is {}", args.from), to));
     }
     let reader = Reader::open(&log)?;
     let texts = args.text.then(|| Texts::open(&log, args.hf_checkpoint.as_deref())).transpose()?;
@@ -93,10 +92,9 @@ fn format(args: &Args) -> Result<Format> {
         (Some(format), _) => Ok(format),
         (None, "arrow" | "feather" | "ipc") => Ok(Format::Arrow),
         (None, "parquet") => Ok(Format::Parquet),
-        _ => Err(Error::Usage {
-            what: args.file.display().to_string(),
-            expected: "a name that ends in .arrow or .parquet, or --format".into(),
-            found: format!("`.{ending}`"),
-        }),
+        _ => {
+            let expected = "a name that ends in .arrow or .parquet, or --format";
+            Err(Error::usage(args.file.display().to_string(), expected, format!("`.{ending}`")))
+        }
     }
 }

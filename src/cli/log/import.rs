@@ -115,12 +115,9 @@ fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
         (Some(identity), _) => identity.clone(),
         // Another run would begin in the same directory, with ids from 0.
         (None, None) if known.is_some() && !buffer::check::verify(&args.dir)?.is_clean() => {
-            return Err(Error::Usage {
-                what: "--run-id".into(),
-                expected: "the run of this log, because none of its segments can be read (see `driftless log verify`)"
-                    .into(),
-                found: "none".into(),
-            });
+            let expected =
+                "the run of this log, because none of its segments can be read (see `driftless log verify`)";
+            return Err(Error::usage("--run-id", expected, "none"));
         }
         (None, run_id) => identity(args, run_id.as_deref())?,
     };

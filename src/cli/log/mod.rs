@@ -9,7 +9,7 @@ mod texts;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, fail};
-use driftless::buffer::check::Severity;
+use driftless::buffer::check::{Damage, Severity, Stat};
 use driftless::buffer::{self, Position, Reader, Record};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -93,27 +93,16 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
         let range = |range: Option<(u64, u64)>| {
             range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"))
         };
+        let Stat { run_id, model, oldest, end, tokens, bytes, segments, sealed, .. } = stat;
+        let Stat { samples, partials, prompts, empty, corrupt, .. } = stat;
+        let live = if stat.live { ", being written" } else { "" };
+        let (rollouts, versions) = (range(stat.rollouts), range(stat.versions));
         format!(
-            "run {}, model {}\n\
-             positions {} to {}: {} samples, {} partial, {} prompts, {} empty, {} corrupt\n\
-             {} tokens, {} bytes in {} segments ({} sealed){}\n\
-             rollouts {}, versions {}",
-            stat.run_id,
-            stat.model,
-            stat.oldest,
-            stat.end,
-            stat.samples,
-            stat.partials,
-            stat.prompts,
-            stat.empty,
-            stat.corrupt,
-            stat.tokens,
-            stat.bytes,
-            stat.segments,
-            stat.sealed,
-            if stat.live { ", being written" } else { "" },
-            range(stat.rollouts),
-            range(stat.versions),
+            "run {run_id}, model {model}\n\
+             positions {oldest} to {end}: {samples} samples, {partials} partial, {prompts} prompts, {empty} empty, \
+             {corrupt} corrupt\n\
+             {tokens} tokens, {bytes} bytes in {segments} segments ({sealed} sealed){live}\n\
+             rollouts {rollouts}, versions {versions}"
         )
     })
 }
@@ -121,19 +110,11 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
 fn verify(dir: &Path, output: Output) -> Result<()> {
     let report = buffer::check::verify(&log_of(dir)?)?;
     output.print(&report, |report| {
-        let mut lines: Vec<_> = report
-            .damage
-            .iter()
-            .map(|damage| {
-                format!(
-                    "{}:{}: {} ({:?})",
-                    damage.path.display(),
-                    damage.offset,
-                    damage.what,
-                    damage.severity
-                )
-            })
-            .collect();
+        let line = |damage: &Damage| {
+            let Damage { path, offset, what, severity, .. } = damage;
+            format!("{}:{offset}: {what} ({severity:?})", path.display())
+        };
+        let mut lines: Vec<_> = report.damage.iter().map(line).collect();
         lines.push(format!("{} records, {} bytes checked", report.records, report.bytes));
         lines.join("\n")
     })?;

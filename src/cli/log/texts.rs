@@ -30,19 +30,19 @@ impl Texts {
         let beside = log.parent().unwrap_or(Path::new(".")).join("baseline");
         let checkpoint = checkpoint.unwrap_or(&beside);
         let file = checkpoint.join("tokenizer.json");
+        let wrong = |expected, found| Err(Error::usage(file.display().to_string(), expected, found));
         if !file.is_file() {
-            return Err(wrong(
-                &file,
+            return wrong(
                 "the tokenizer of the log, or --hf-checkpoint with a directory that has it",
                 "none",
-            ));
+            );
         }
         let found = *blake3::hash(&paths::read("tokenizer", &file, TOKENIZER_BYTES_MAX)?).as_bytes();
         // A log that was made without a tokenizer has the digest of nothing.
         let unknown = [[0; 32], *blake3::hash(b"").as_bytes()];
         let expected = reader.identity().map(|identity| identity.tokenizer_digest);
         if expected.is_some_and(|expected| expected != found && !unknown.contains(&expected)) {
-            return Err(wrong(&file, "the tokenizer that the log was written with", "another one"));
+            return wrong("the tokenizer that the log was written with", "another one");
         }
         let tokenizer = Tokenizer::open(checkpoint)?;
         Ok(Texts { reader, tokenizer })
@@ -73,9 +73,4 @@ impl Texts {
         };
         Ok(prompt.as_ref().map(PromptNote::of).unwrap_or_default())
     }
-}
-
-fn wrong(file: &Path, expected: &str, found: &str) -> Error {
-    let (what, expected) = (file.display().to_string(), expected.to_owned());
-    Error::Usage { what, expected, found: found.to_owned() }
 }

@@ -194,10 +194,18 @@ fn publish(
     Ok((run, published.version))
 }
 
-/// What is done once a version is committed; the baseline is free afterwards.
+/// Once a version is committed: removes what nobody needs any more, if that was asked for. The baseline is free
+/// afterwards.
 fn finish(args: &Args, publisher: Publisher) -> Run {
-    collect_old(args, &publisher);
-    publisher.run().clone()
+    let run = publisher.run().clone();
+    let Some(keep) = args.keep else { return run };
+    let mut options = GcOptions::new(&args.run.model);
+    options.keep = keep;
+    // The version is published whatever becomes of the old ones; the next collection goes on.
+    if let Err(error) = collect(&run, &options) {
+        tracing::warn!(error = &error as &dyn std::error::Error, "old versions were not all removed");
+    }
+    run
 }
 
 fn options(args: &Args, store: &Arc<dyn Store>, baseline_dir: &Path) -> Result<PublisherOptions> {
@@ -241,17 +249,6 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
     }
 }
 
-/// Removes what nobody needs any more, if that was asked for.
-fn collect_old(args: &Args, publisher: &Publisher) {
-    let Some(keep) = args.keep else { return };
-    let mut options = GcOptions::new(&args.run.model);
-    options.keep = keep;
-    // The version is published whatever becomes of the old ones; the next collection goes on.
-    if let Err(error) = collect(publisher.run(), &options) {
-        tracing::warn!(error = &error as &dyn std::error::Error, "old versions were not all removed");
-    }
-}
-
 fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output) -> Result<()> {
     // Without a version to compare with, nothing has changed.
     let density = published.changed as f64 / published.elements.max(1) as f64;
@@ -287,23 +284,16 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
             format!(", {:.3} % of the elements changed", 100.0 * density)
         });
         let (stored, full) = (published.publication_bytes, published.full_bytes);
+        let ratio = full as f64 / stored.max(1) as f64;
         let stored = match published.kind {
             Kind::Reference => format!("by reference to {full} bytes"),
             // There is nothing that it is smaller than.
             Kind::Full => format!("{stored} bytes for {full} of tensors{changed}"),
-            Kind::Delta => {
-                format!(
-                    "{stored} bytes for {full} in full ({:.1}x){changed}",
-                    full as f64 / stored.max(1) as f64
-                )
-            }
+            Kind::Delta => format!("{stored} bytes for {full} in full ({ratio:.1}x){changed}"),
         };
-        format!(
-            "version {} ({}): {stored}, {:.0} ms{why}{left_out}{baseline}",
-            published.version,
-            published.label,
-            (published.encode + published.upload).as_secs_f64() * 1e3,
-        )
+        let (version, label) = (published.version, &published.label);
+        let elapsed_ms = (published.encode + published.upload).as_secs_f64() * 1e3;
+        format!("version {version} ({label}): {stored}, {elapsed_ms:.0} ms{why}{left_out}{baseline}")
     })
 }
 

@@ -73,12 +73,8 @@ impl From<driftless::torch::Error> for Error {
 }
 
 impl Error {
-    pub(crate) fn usage(
-        what: impl Into<String>,
-        expected: impl Into<String>,
-        found: impl Into<String>,
-    ) -> Error {
-        Error::Usage { what: what.into(), expected: expected.into(), found: found.into() }
+    pub(crate) fn usage(what: impl Into<String>, expected: impl Into<String>, found: impl ToString) -> Error {
+        Error::Usage { what: what.into(), expected: expected.into(), found: found.to_string() }
     }
 
     /// As `--help` documents.
@@ -126,13 +122,9 @@ impl Error {
 /// A refusal of what a build without libtorch does not have; `or` is what else would do.
 #[cfg(not(feature = "torch"))]
 pub(crate) fn absent(what: &str, or: &str) -> Error {
-    Error::Usage {
-        what: what.to_owned(),
-        expected: format!(
-            "{or}a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md"
-        ),
-        found: "one without the feature torch".to_owned(),
-    }
+    let build =
+        "a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md";
+    Error::usage(what, format!("{or}{build}"), "one without the feature torch")
 }
 
 /// The flags that stand for settings of the crates below.
@@ -226,10 +218,8 @@ fn trainer_hint(error: &driftless::trainer::Error) -> Option<String> {
 }
 
 fn http_hint(error: &driftless::http::Error) -> Option<String> {
-    match error {
-        driftless::http::Error::BadSetting { name, .. } => flag_hint(name),
-        _ => None,
-    }
+    let driftless::http::Error::BadSetting { name, .. } = error else { return None };
+    flag_hint(name)
 }
 
 /// The flag that stands for a setting.

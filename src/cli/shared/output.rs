@@ -99,21 +99,18 @@ pub(crate) fn printable(line: &str) -> String {
 }
 
 /// A table with a header and aligned columns.
-pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
-    let cell = |row: &[String], column: usize| row.get(column).map_or(0, |text| text.chars().count());
-    let widths: Vec<usize> = (0..header.len())
-        .map(|column| {
-            rows.iter().map(|row| cell(row, column)).chain([header[column].len()]).max().unwrap_or(0)
-        })
-        .collect();
-    let line = |cells: Vec<&str>| {
-        let padded: Vec<_> =
-            cells.iter().zip(&widths).map(|(text, width)| format!("{text:width$}")).collect();
-        padded.join("  ").trim_end().to_owned()
+pub(crate) fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let header = header.iter().map(|name| (*name).to_owned()).collect();
+    let rows: Vec<Vec<String>> = std::iter::once(header).chain(rows).collect();
+    let mut widths = vec![0; rows[0].len()];
+    for row in &rows {
+        widths.iter_mut().zip(row).for_each(|(width, text)| *width = text.chars().count().max(*width));
+    }
+    let line = |row: &Vec<String>| {
+        let padded = row.iter().zip(&widths).map(|(text, width)| format!("{text:width$}"));
+        padded.collect::<Vec<_>>().join("  ").trim_end().to_owned()
     };
-    let mut lines = vec![line(header.to_vec())];
-    lines.extend(rows.iter().map(|row| line(row.iter().map(String::as_str).collect())));
-    lines.join("\n")
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
@@ -134,7 +131,7 @@ mod tests {
     #[test]
     fn columns_line_up() {
         let rows = [vec!["1".to_owned(), "full".to_owned()], vec!["1000".to_owned(), "delta".to_owned()]];
-        let table = super::table(&["version", "kind"], &rows);
+        let table = super::table(&["version", "kind"], rows);
         assert_eq!(table, "version  kind\n1        full\n1000     delta");
     }
 }

@@ -41,18 +41,16 @@ pub(crate) fn model(run: &Run, asked: Option<String>) -> Result<Option<String>> 
     let models = run.models()?;
     match (asked, models.as_slice()) {
         (Some(model), models) if models.is_empty() || models.contains(&model) => Ok(Some(model)),
-        (Some(model), models) => Err(Error::Usage {
-            what: "--model".to_owned(),
-            expected: format!("a model of run `{}`: {}", run.name(), models.join(", ")),
-            found: model,
-        }),
+        (Some(model), models) => {
+            let expected = format!("a model of run `{}`: {}", run.name(), models.join(", "));
+            Err(Error::usage("--model", expected, model))
+        }
         (None, []) => Ok(None),
         (None, [only]) => Ok(Some(only.clone())),
-        (None, models) => Err(Error::Usage {
-            what: format!("run `{}` has {} models", run.name(), models.len()),
-            expected: "--model to choose one".to_owned(),
-            found: models.join(", "),
-        }),
+        (None, models) => {
+            let what = format!("run `{}` has {} models", run.name(), models.len());
+            Err(Error::usage(what, "--model to choose one", models.join(", ")))
+        }
     }
 }
 
@@ -78,8 +76,7 @@ pub(crate) fn leases_table(leases: &[Lease]) -> String {
             if lease.live { "live" } else { "ran out" }.to_owned(),
         ]
     };
-    let rows: Vec<_> = leases.iter().map(row).collect();
-    table(&["follower", "version", "needs", "renewed", "lease"], &rows)
+    table(&["follower", "version", "needs", "renewed", "lease"], leases.iter().map(row))
 }
 
 /// A version's number, or `none`.

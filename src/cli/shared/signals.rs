@@ -6,8 +6,10 @@ use crate::cli::shared::output::fail;
 use driftless::http::runtime;
 use driftless::store::wait::Stop;
 use driftless::transport::Error as Transport;
+use std::future::poll_fn;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+use std::task::Poll;
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -31,15 +33,8 @@ pub(crate) fn stop_on_signals_or(
     patience: Duration,
     tell: impl FnOnce(Error) -> Error + Send + 'static,
 ) -> Result<()> {
-    let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
-    let runtime = runtime::handle().map_err(start)?;
-    let mut signals = Signals {
-        interrupted: Some(handled(&runtime, SignalKind::interrupt()).map_err(start)?),
-        terminated: Some(handled(&runtime, SignalKind::terminate()).map_err(start)?),
-        hung_up: unless_ignored(&runtime, SignalKind::hangup()).map_err(start)?,
-    };
     let stop = stop.clone();
-    let watch = move || {
+    on_signals(&[SignalKind::hangup()], move |runtime, mut signals| {
         runtime.block_on(async {
             CAME.store(signals.next().await, Relaxed);
             stop.stop();
@@ -50,23 +45,14 @@ pub(crate) fn stop_on_signals_or(
         let error = tell(interruption("what was under way"));
         fail(&error);
         std::process::exit(error.exit_code().into());
-    };
-    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(start)?;
-    Ok(())
+    })
 }
 
 /// A signal ends the process at once, by that signal, once it has said that `what` was interrupted. One that it was
 /// started with ignored stays so: a shell does that to SIGINT for what it runs in the background.
 #[expect(unsafe_code, reason = "the signal ends the process as it does without a handler")]
 pub(crate) fn end_on_signals(what: impl FnOnce() -> String + Send + 'static) -> Result<()> {
-    let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
-    let runtime = runtime::handle().map_err(start)?;
-    let mut signals = Signals {
-        interrupted: unless_ignored(&runtime, SignalKind::interrupt()).map_err(start)?,
-        terminated: unless_ignored(&runtime, SignalKind::terminate()).map_err(start)?,
-        hung_up: unless_ignored(&runtime, SignalKind::hangup()).map_err(start)?,
-    };
-    let watch = move || {
+    on_signals(&kinds(), |runtime, mut signals| {
         let signal = runtime.block_on(signals.next());
         fail(&Error::Interrupted { what: what().into(), signal });
         // SAFETY: both may be called from any thread. Nothing of this program depends on how the signal is handled,
@@ -75,48 +61,54 @@ pub(crate) fn end_on_signals(what: impl FnOnce() -> String + Send + 'static) -> 
             libc::signal(signal, libc::SIG_DFL);
             libc::raise(signal);
         }
+    })
+}
+
+/// Those that a command may handle.
+fn kinds() -> [SignalKind; 3] {
+    [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
+}
+
+/// Runs `watch` on a thread of its own, with the signals, which do not end the process by themselves from here on,
+/// whenever that thread gets to run. One of `spared` that the process was started with ignored, as `nohup` does to
+/// SIGHUP, is not among them: a handler would undo that.
+fn on_signals(spared: &[SignalKind], watch: impl FnOnce(Handle, Signals) + Send + 'static) -> Result<()> {
+    let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
+    let runtime = runtime::handle().map_err(start)?;
+    let handled = kinds().into_iter().filter(|kind| !spared.contains(kind) || !is_ignored(*kind));
+    let signals = {
+        let _inside = runtime.enter();
+        handled.map(|kind| Ok((kind, signal(kind)?))).collect::<std::io::Result<_>>().map_err(start)?
     };
-    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(start)?;
-    Ok(())
+    let watch = move || watch(runtime, Signals(signals));
+    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map(drop).map_err(start)
 }
 
 /// Those that are handled.
-struct Signals {
-    interrupted: Option<Signal>,
-    terminated: Option<Signal>,
-    hung_up: Option<Signal>,
-}
+struct Signals(Vec<(SignalKind, Signal)>);
 
 impl Signals {
     /// The number of the next signal.
     async fn next(&mut self) -> i32 {
-        let came = async |signal: &mut Option<Signal>| match signal {
-            Some(signal) => signal.recv().await,
-            None => std::future::pending().await,
-        };
-        tokio::select! {
-            _ = came(&mut self.interrupted) => SignalKind::interrupt().as_raw_value(),
-            _ = came(&mut self.terminated) => SignalKind::terminate().as_raw_value(),
-            _ = came(&mut self.hung_up) => SignalKind::hangup().as_raw_value(),
-        }
+        poll_fn(|context| {
+            for (kind, signal) in &mut self.0 {
+                if signal.poll_recv(context).is_ready() {
+                    return Poll::Ready(kind.as_raw_value());
+                }
+            }
+            Poll::Pending
+        })
+        .await
     }
 }
 
-/// From here on the signal does not end the process by itself, whenever the thread gets to run.
-fn handled(runtime: &Handle, kind: SignalKind) -> std::io::Result<Signal> {
-    let _inside = runtime.enter();
-    signal(kind)
-}
-
-/// The same, unless the process was started with the signal ignored, as `nohup` does to SIGHUP: a handler would undo
-/// that.
-fn unless_ignored(runtime: &Handle, kind: SignalKind) -> std::io::Result<Option<Signal>> {
+/// Whether the process was started with the signal ignored.
+fn is_ignored(kind: SignalKind) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default();
     // Bit n - 1 of the mask is signal n.
-    let ignored = mask >> (kind.as_raw_value() - 1) & 1 == 1;
-    if ignored { Ok(None) } else { handled(runtime, kind).map(Some) }
+    mask >> (kind.as_raw_value() - 1) & 1 == 1
 }
 
 /// How `what` ended: by the signal that came.

@@ -104,12 +104,10 @@ impl TransportArgs {
         learner: bool,
         device: Option<usize>,
     ) -> Result<Self> {
-        let refuse = |what, expected: String, found: String| Err(Error::Usage { what, expected, found });
         match (self.update_weight_transport, store) {
             (Transport::Ucx, _) => {
-                let expected =
-                    "disk, object or nccl; relays serve followers, which take this flag".to_owned();
-                return refuse(self.flag(), expected, "ucx".to_owned());
+                let expected = "disk, object or nccl; relays serve followers, which take this flag";
+                return Err(Error::usage(self.flag(), expected, "ucx"));
             }
             (Transport::Object, Some(store)) => check_object_store(store)?,
             _ => {}
@@ -117,18 +115,17 @@ impl TransportArgs {
         if self.pushes() && learner {
             let expected =
                 "no --learner: its weights are not here; a follower pushes them from its checkpoint";
-            return refuse(self.flag(), expected.to_owned(), "both".to_owned());
+            return Err(Error::usage(self.flag(), expected, "both"));
         }
         let (flag, chosen) = match self.colocate {
             true => ("--colocate-device", &mut self.colocate_device),
             false => ("--nccl-device", &mut self.nccl_device),
         };
         if let Some(device) = device
-            && *chosen.get_or_insert(device) != device
+            && let found = *chosen.get_or_insert(device)
+            && found != device
         {
-            let expected = format!("{device}, where --device has the weights");
-            let found = chosen.map_or_else(String::new, |chosen| chosen.to_string());
-            return refuse(flag.to_owned(), expected, found);
+            return Err(Error::usage(flag, format!("{device}, where --device has the weights"), found));
         }
         Ok(self)
     }
@@ -189,12 +186,9 @@ fn check_object_store(store: &str) -> Result<()> {
         return Ok(());
     }
     let kind = store.split_once("://").map_or("a path", |(scheme, _)| scheme);
-    Err(Error::Usage {
-        what: "--update-weight-transport object".to_owned(),
-        expected: "--store s3://…, gs://… or az://… (--update-weight-transport disk takes any store)"
-            .to_owned(),
-        found: format!("--store of the kind `{kind}`"),
-    })
+    let expected = "--store s3://…, gs://… or az://… (--update-weight-transport disk takes any store)";
+    let found = format!("--store of the kind `{kind}`");
+    Err(Error::usage("--update-weight-transport object", expected, found))
 }
 
 fn is_ucx(url: &str) -> bool {

@@ -143,5 +143,5 @@ impl HookArgs {
 
 /// Something that has to be given and is not.
 pub(crate) fn missing(what: &str, expected: &str) -> Error {
-    Error::Usage { what: what.to_owned(), expected: expected.to_owned(), found: "nothing".to_owned() }
+    Error::usage(what, expected, "nothing")
 }

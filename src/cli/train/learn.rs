@@ -50,14 +50,14 @@ impl LearnArgs {
             (None, None) => return Ok(None),
             (Some(size), Some(steps)) if size.saturating_mul(steps) != rollouts => {
                 let expected = format!("{rollouts} samples of a rollout / --num-steps-per-rollout {steps}");
-                return Err(usage("--global-batch-size", expected, size));
+                return Err(Error::usage("--global-batch-size", expected, size));
             }
             (Some(size), _) => ("--global-batch-size", size),
             (None, Some(steps)) => ("--num-steps-per-rollout", steps),
         };
         if !rollouts.is_multiple_of(parts) {
             let expected = format!("a number that divides the {rollouts} samples of a rollout");
-            return Err(usage(flag, expected, parts));
+            return Err(Error::usage(flag, expected, parts));
         }
         Ok(Some(self.num_steps_per_rollout.unwrap_or(rollouts / parts)))
     }
@@ -80,14 +80,14 @@ fn check(options: &LearnOptions) -> Result<()> {
         ),
     ];
     if let Some((_, flag, wanted)) = idle.into_iter().find(|(idle, ..)| *idle) {
-        return Err(usage(flag, format!("--advantage-estimator {wanted}"), estimator));
+        return Err(Error::usage(flag, format!("--advantage-estimator {wanted}"), estimator));
     }
     let needs_penalty = [
         (options.ref_load.is_some(), "--ref-load"),
         (options.ref_update_interval.is_some(), "--ref-update-interval"),
     ];
     match needs_penalty.into_iter().find(|(given, _)| *given && !options.has_reference()) {
-        Some((_, flag)) => Err(usage(flag, "--use-kl-loss, or --kl-coef above 0".into(), "neither")),
+        Some((_, flag)) => Err(Error::usage(flag, "--use-kl-loss, or --kl-coef above 0", "neither")),
         None => Ok(()),
     }
 }
@@ -105,8 +105,4 @@ impl Run {
         let of_prompt = if estimator == Estimator::RejectionSampling { 1 } else { self.n_samples_per_prompt };
         self.rollout_batch_size.saturating_mul(of_prompt)
     }
-}
-
-fn usage(what: &str, expected: String, found: impl ToString) -> Error {
-    Error::Usage { what: what.to_owned(), expected, found: found.to_string() }
 }

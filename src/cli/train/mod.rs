@@ -495,12 +495,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let store = update.store_or_memory(debug)?;
     rollout.check()?;
     if args.learner.is_some() && update.check_weight_update_equal {
-        return Err(Error::Usage {
-            what: "--check-weight-update-equal".to_owned(),
-            expected: "no --learner: its bytes are not here; followers compare what is live anyway"
-                .to_owned(),
-            found: "both".to_owned(),
-        });
+        let expected = "no --learner: its bytes are not here; followers compare what is live anyway";
+        return Err(Error::usage("--check-weight-update-equal", expected, "both"));
     }
     let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
     let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.n_eval_prompts)?;

@@ -220,32 +220,18 @@ fn plots<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> [Plot<'a>; 4] {
     let reward = steps.iter().map(|s| (s.rollout_id as f64, s.reward)).collect();
     let mut rewards = vec![("rollouts", BLUE, reward)];
     rewards.extend(held_out(steps, summary));
+    let density = vec![("", BLUE, published(|p| Some(100.0 * p.density)))];
+    let bytes = vec![
+        ("published", BLUE, published(|p| Some(p.publication_bytes as f64 / 1024.0))),
+        ("in full", ORANGE, published(|p| Some(p.full_bytes as f64 / 1024.0))),
+    ];
+    let times =
+        vec![("pause", BLUE, published(|p| p.pause_ms)), ("prepare", GREEN, published(|p| p.prepare_ms))];
     [
         Plot { title: "reward", unit: "mean", top: Some(1.0), series: rewards },
-        Plot {
-            title: "density",
-            unit: "% of elements changed",
-            top: None,
-            series: vec![("", BLUE, published(|p| Some(100.0 * p.density)))],
-        },
-        Plot {
-            title: "bytes per version",
-            unit: "KiB",
-            top: None,
-            series: vec![
-                ("published", BLUE, published(|p| Some(p.publication_bytes as f64 / 1024.0))),
-                ("in full", ORANGE, published(|p| Some(p.full_bytes as f64 / 1024.0))),
-            ],
-        },
-        Plot {
-            title: "pause and prepare",
-            unit: "ms",
-            top: None,
-            series: vec![
-                ("pause", BLUE, published(|p| p.pause_ms)),
-                ("prepare", GREEN, published(|p| p.prepare_ms)),
-            ],
-        },
+        Plot { title: "density", unit: "% of elements changed", top: None, series: density },
+        Plot { title: "bytes per version", unit: "KiB", top: None, series: bytes },
+        Plot { title: "pause and prepare", unit: "ms", top: None, series: times },
     ]
 }
 

@@ -120,11 +120,10 @@ impl Chosen {
             return Err(missing("steps of the run", "--num-rollout N"));
         };
         match prompts.saturating_mul(epochs) / rollout_batch_size {
-            0 => Err(Error::Usage {
-                what: "--rollout-batch-size".into(),
-                expected: format!("at most the {prompts} prompts of {epochs} epochs, or --num-rollout"),
-                found: rollout_batch_size.to_string(),
-            }),
+            0 => {
+                let expected = format!("at most the {prompts} prompts of {epochs} epochs, or --num-rollout");
+                Err(Error::usage("--rollout-batch-size", expected, rollout_batch_size))
+            }
             steps => Ok(steps),
         }
     }
@@ -172,11 +171,8 @@ impl TaskArgs {
     fn of_files(&self, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Chosen> {
         let options = data::options(&self.data, "--prompt-data", &self.prompt_data)?;
         if options.loss_mask.is_some() {
-            return Err(Error::Usage {
-                what: "--loss-mask-type".to_owned(),
-                expected: "--loss-type sft_loss: RL learns what engines sample".to_owned(),
-                found: "policy_loss".to_owned(),
-            });
+            let expected = "--loss-type sft_loss: RL learns what engines sample";
+            return Err(Error::usage("--loss-mask-type", expected, "policy_loss"));
         }
         let data = Dataset::load(&options, checkpoint)?;
         warn_of_refused(&data);
@@ -266,11 +262,8 @@ impl TaskArgs {
         if let Some(name) =
             self.eval_prompt_data.iter().step_by(2).find(|name| !names.insert((*name).clone()))
         {
-            return Err(Error::Usage {
-                what: "--eval-prompt-data".to_owned(),
-                expected: "a name of its own for each file".to_owned(),
-                found: format!("`{name}` twice"),
-            });
+            let expected = "a name of its own for each file";
+            return Err(Error::usage("--eval-prompt-data", expected, format!("`{name}` twice")));
         }
         for pair in self.eval_prompt_data.chunks_exact(2) {
             let (name, file) =

@@ -18,6 +18,7 @@ use std::time::{Duration, SystemTime};
 
 use derive_setters::Setters;
 use driftless_store::{Error as StoreError, Key, if_found};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::ids::Version;
@@ -58,7 +59,7 @@ impl GcOptions {
 }
 
 /// What a collection removed from one version's place, or would remove.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Removed {
     /// The version.
