@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::os::watch::{self, Call};
-use crate::os::{create_dir_synced, regular, sync_dir};
+use crate::os::{create_dir_synced, regular, remove_file, sync_dir, sync_file};
 use crate::store::{Entry, PutMode, Store};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
@@ -66,8 +66,7 @@ impl Disk {
         let mut staged = Staged::create(&directory)?;
         let written = watch::before(Call::Write, &staged.path)
             .and_then(|()| staged.file.write_all(bytes))
-            .and_then(|()| watch::before(Call::Sync, &staged.path))
-            .and_then(|()| staged.file.sync_all());
+            .and_then(|()| sync_file(&staged.file, &staged.path));
         written.map_err(|source| Error::io("write", &staged.path, source))?;
         Ok(staged)
     }
@@ -75,9 +74,7 @@ impl Disk {
     fn collect(&self, directory: &Path, prefix: &str, entries: &mut Vec<Entry>) -> Result<()> {
         let read = match fs::read_dir(directory) {
             // A prefix that is an object or nothing at all has nothing under it.
-            Err(error) if absent(&error) => {
-                return Ok(());
-            }
+            Err(error) if absent(&error) => return Ok(()),
             read => read.map_err(|source| Error::io("list", directory, source))?,
         };
         for found in read {
@@ -186,7 +183,7 @@ impl Store for Disk {
 
     fn delete(&self, key: &Key) -> Result<()> {
         let path = self.path(key);
-        match watch::before(Call::Remove, &path).and_then(|()| fs::remove_file(&path)) {
+        match remove_file(&path) {
             Err(error) if absent(&error) => return Ok(()),
             removed => removed.map_err(|source| Error::io("delete", &path, source))?,
         }

@@ -67,30 +67,23 @@ impl Key {
 }
 
 fn broken_rule(text: &str) -> Option<&'static str> {
-    if text.is_empty() {
-        return Some("it is empty");
+    match text {
+        "" => Some("it is empty"),
+        _ if text.len() > KEY_BYTES_MAX => Some("it is longer than 1024 bytes"),
+        _ if text.starts_with('/') => Some("it is absolute"),
+        _ => text.split('/').find_map(broken_rule_of_segment),
     }
-    if text.len() > KEY_BYTES_MAX {
-        return Some("it is longer than 1024 bytes");
+}
+
+fn broken_rule_of_segment(segment: &str) -> Option<&'static str> {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-@=+".contains(&byte);
+    match segment {
+        "" => Some("it has an empty segment"),
+        _ if segment.starts_with('.') => Some("a segment starts with a dot"),
+        _ if segment.len() > SEGMENT_BYTES_MAX => Some("a segment is longer than 255 bytes"),
+        _ if segment.bytes().all(is_allowed) => None,
+        _ => Some("a segment has a character other than A-Z a-z 0-9 . _ - @ = +"),
     }
-    if text.starts_with('/') {
-        return Some("it is absolute");
-    }
-    for segment in text.split('/') {
-        if segment.is_empty() {
-            return Some("it has an empty segment");
-        }
-        if segment.starts_with('.') {
-            return Some("a segment starts with a dot");
-        }
-        if segment.len() > SEGMENT_BYTES_MAX {
-            return Some("a segment is longer than 255 bytes");
-        }
-        if !segment.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-@=+".contains(&byte)) {
-            return Some("a segment has a character other than A-Z a-z 0-9 . _ - @ = +");
-        }
-    }
-    None
 }
 
 impl fmt::Display for Key {

@@ -16,6 +16,12 @@ struct Object {
     modified: SystemTime,
 }
 
+impl Object {
+    fn entry(&self, key: &Key) -> Entry {
+        Entry::new(key.clone(), self.bytes.len() as u64, Some(self.modified))
+    }
+}
+
 /// A store in this process's memory: the reference for what a store does, and a fast one for tests.
 #[derive(Default)]
 pub struct Memory {
@@ -63,24 +69,23 @@ impl Store for Memory {
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        let bytes =
-            self.lock().get(key).map(|object| object.bytes.clone()).ok_or_else(|| self.not_found(key))?;
+        let object = self.lock().get(key).map(|object| object.bytes.clone());
+        let bytes = object.ok_or_else(|| self.not_found(key))?;
         let range = crate::store::clamp(key, range, bytes.len() as u64)?;
         Ok(bytes[range.start as usize..range.end as usize].to_vec())
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {
-        let objects = self.lock();
-        let object = objects.get(key).ok_or_else(|| self.not_found(key))?;
-        Ok(Entry::new(key.clone(), object.bytes.len() as u64, Some(object.modified)))
+        self.lock().get(key).map(|object| object.entry(key)).ok_or_else(|| self.not_found(key))
     }
 
     fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
         let objects = self.lock();
-        let entry = |(key, object): (&Key, &Object)| {
-            Entry::new(key.clone(), object.bytes.len() as u64, Some(object.modified))
-        };
-        Ok(objects.iter().filter(|(key, _)| key.under(prefix).is_some()).map(entry).collect())
+        Ok(objects
+            .iter()
+            .filter(|(key, _)| key.under(prefix).is_some())
+            .map(|(key, object)| object.entry(key))
+            .collect())
     }
 
     fn delete(&self, key: &Key) -> Result<()> {

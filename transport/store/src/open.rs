@@ -36,28 +36,21 @@ pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Sto
     }
     let path = match url.split_once("://") {
         None if looks_like_url(url) => {
-            return Err(Error::Unsupported {
-                what: "a store whose URL has one slash behind its colon".to_owned(),
-                hint: "a URL has two, as in s3://bucket/prefix; a path that begins like that is ./…"
-                    .to_owned(),
-            });
+            let what = "a store whose URL has one slash behind its colon".to_owned();
+            let hint = "a URL has two, as in s3://bucket/prefix; a path that begins like that is ./…";
+            return Err(Error::Unsupported { what, hint: hint.to_owned() });
         }
         None => url,
         Some(("file", path)) if path.starts_with('/') => path,
         Some(("file", _)) => {
-            return Err(Error::Unsupported {
-                what: format!("the store `{}`", redact(url)),
-                hint: "a file URL has three slashes: file:///absolute/dir".to_owned(),
-            });
+            let hint = "a file URL has three slashes: file:///absolute/dir".to_owned();
+            return Err(Error::Unsupported { what: format!("the store `{}`", redact(url)), hint });
         }
         Some((scheme, _)) => return open_object_store(scheme, url, settings),
     };
     if path.is_empty() {
-        return Err(Error::BadText {
-            what: "store URL",
-            text: url.to_owned(),
-            expected: "file:///absolute/dir, a plain path, or memory:",
-        });
+        let expected = "file:///absolute/dir, a plain path, or memory:";
+        return Err(Error::BadText { what: "store URL", text: url.to_owned(), expected });
     }
     let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
     Ok(Arc::new(Disk::new(path)))

@@ -70,8 +70,12 @@ impl IntoResponse for Refusal {
 
 /// `{"success": …, "message": …}` with 200 or 400.
 pub(super) fn verdict(success: bool, message: &str) -> Response {
+    with_verdict(success, json!({"success": success, "message": message}))
+}
+
+fn with_verdict(success: bool, body: Value) -> Response {
     let status = if success { StatusCode::OK } else { StatusCode::BAD_REQUEST };
-    (status, Json(json!({"success": success, "message": message}))).into_response()
+    (status, Json(body)).into_response()
 }
 
 /// One entry of a `/generate` reply.
@@ -150,9 +154,7 @@ pub(super) fn updated(updated: &Updated, version: Option<&str>) -> Response {
         }
     };
     let success = *updated == Updated::Loaded;
-    let status = if success { StatusCode::OK } else { StatusCode::BAD_REQUEST };
-    let body = json!({"success": success, "message": message, "num_paused_requests": 0});
-    (status, Json(body)).into_response()
+    with_verdict(success, json!({"success": success, "message": message, "num_paused_requests": 0}))
 }
 
 /// The reply of `/weights_checker` with the action `checksum`.

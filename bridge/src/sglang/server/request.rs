@@ -210,11 +210,9 @@ fn check_prompt(prompt: &[i64], facts: &Facts) -> Result<(), Refusal> {
     let outside = prompt.iter().find(|id| !(0..vocabulary).contains(*id));
     let wrong = match outside {
         _ if tokens == 0 => "input_ids cannot be empty.".to_owned(),
-        _ if tokens >= context => {
-            format!(
-                "The input ({tokens} tokens) is longer than the model's context length ({context} tokens)."
-            )
-        }
+        _ if tokens >= context => format!(
+            "The input ({tokens} tokens) is longer than the model's context length ({context} tokens)."
+        ),
         Some(id) => format!("input_ids holds {id}, which is outside the vocabulary [0, {vocabulary})."),
         None => return Ok(()),
     };
@@ -265,12 +263,13 @@ fn sampling(params: Params, prompt: usize, facts: &Facts) -> Result<Sampling, Re
 /// Refuses parameters that change the result and are not implemented, unless they hold their default.
 fn refuse_params(params: &Params) -> Result<(), Refusal> {
     let set = |value: &Option<Value>| value.as_ref().is_some_and(|value| !is_empty(value));
-    let skipped = [("stop", set(&params.stop)), ("stop_regex", set(&params.stop_regex))];
+    let skipped = [
+        ("stop", set(&params.stop)),
+        ("stop_regex", set(&params.stop_regex)),
+        ("min_new_tokens", params.min_new_tokens.is_some_and(|n| n != 0)),
+    ];
     if let Some((name, _)) = skipped.iter().find(|(_, set)| *set) {
         return Err(Refusal::invalid(format!("{name} is unavailable when skip_tokenizer_init=True")));
-    }
-    if params.min_new_tokens.is_some_and(|n| n != 0) {
-        return Err(Refusal::invalid("min_new_tokens is unavailable when skip_tokenizer_init=True"));
     }
     refuse_any(&[
         ("frequency_penalty", params.frequency_penalty.is_some_and(|p| p != 0.0)),

@@ -30,7 +30,6 @@ struct Gather<'a, 'b> {
     /// Ranges that no thread has looked for yet.
     rest: Mutex<Peekable<Enumerate<ChunksMut<'b, u8>>>>,
     reused: AtomicBool,
-    failed: AtomicBool,
     error: Mutex<Option<Error>>,
 }
 
@@ -44,8 +43,8 @@ pub(super) fn gather(
 ) -> Result<(Vec<u8>, bool)> {
     let mut bytes = zeroed(object)?;
     let rest = Mutex::new(bytes.chunks_mut(kept.range_bytes as usize).enumerate().peekable());
-    let (reused, failed, error) = (AtomicBool::new(false), AtomicBool::new(false), Mutex::new(None));
-    let gather = Gather { cache, store, object, kept, arriving, rest, reused, failed, error };
+    let (reused, error) = (AtomicBool::new(false), Mutex::new(None));
+    let gather = Gather { cache, store, object, kept, arriving, rest, reused, error };
     thread::scope(|scope| {
         for _ in 1..PARALLEL.min(kept.ranges() as usize) {
             // Where the system has no more threads, fewer do it.
@@ -72,14 +71,13 @@ impl<'b> Gather<'_, 'b> {
             }
             if let Err(error) = fetched.and_then(|()| self.keep(&ranges)) {
                 lock(&self.error).get_or_insert(error);
-                self.failed.store(true, Relaxed);
             }
         }
     }
 
     /// The next ranges that are not kept, one behind the other, and the right to ask for them.
     fn next(&self) -> Option<(Vec<NumberedRange<'b>>, Request)> {
-        if self.failed.load(Relaxed) {
+        if self.has_failed() {
             return None;
         }
         let mut rest = lock(&self.rest);
@@ -94,7 +92,7 @@ impl<'b> Gather<'_, 'b> {
             (self.cache.options.request_bytes_max / unit, self.object.size - *first as u64 * unit);
         // One thread waits for an object, so that none does once all of it is under way.
         let request = self.cache.window.enter(&self.object.key, unit, most, left);
-        if self.failed.load(Relaxed) {
+        if self.has_failed() {
             return None;
         }
         let mut ranges: Vec<_> = rest.next().into_iter().collect();
@@ -105,6 +103,10 @@ impl<'b> Gather<'_, 'b> {
             ranges.extend(rest.next());
         }
         Some((ranges, request))
+    }
+
+    fn has_failed(&self) -> bool {
+        lock(&self.error).is_some()
     }
 
     /// Reads a range that is kept.

@@ -63,11 +63,10 @@ impl Remote {
             };
             let waited = begin.elapsed();
             if waited + pause >= limits.deadline {
-                let Action(action, key) = action;
+                let (Action(action, key), source) = (action, cause.into());
                 let (key, store) = (key.clone(), self.name.clone());
-                let result =
-                    Err(Error::Unreachable { store, action, key, waited, attempts, source: cause.into() });
-                return Asked { result, attempts };
+                let error = Error::Unreachable { store, action, key, waited, attempts, source };
+                return Asked { result: Err(error), attempts };
             }
             tracing::warn!(store = self.name, key = %action.1, attempts, "{}: {cause}; trying again", action.0);
             sleep(pause.mul_f64(rand::random_range(0.5..1.0))).await;

@@ -14,7 +14,7 @@ use std::fmt;
 use std::future::{Future, ready};
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use driftless_http::runtime;
@@ -50,17 +50,16 @@ struct Limits {
     /// Requests under way at once.
     requests: usize,
     /// How long one try may take, and how many bytes a second are added to that.
-    attempt: std::time::Duration,
+    attempt: Duration,
     bytes_per_second_min: u64,
     /// After this long no further try is made.
-    deadline: std::time::Duration,
+    deadline: Duration,
     /// The first pause between two tries; it doubles up to the second.
-    pause: [std::time::Duration; 2],
+    pause: [Duration; 2],
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        use std::time::Duration;
         Self {
             part_bytes: 8 << 20,
             parts: 4,
@@ -179,10 +178,9 @@ struct Part {
 impl Remote {
     fn path(&self, key: &Key) -> Path {
         // Keys and checked prefixes have nothing that would need an escape.
-        if self.prefix.is_empty() {
-            Path::from(key.as_str())
-        } else {
-            Path::from(format!("{}/{key}", self.prefix))
+        match self.prefix.as_str() {
+            "" => Path::from(key.as_str()),
+            prefix => Path::from(format!("{prefix}/{key}")),
         }
     }
 
@@ -284,10 +282,8 @@ impl Remote {
                 return Ok(bytes);
             }
         }
-        Err(Error::Busy {
-            what: format!("`{key}` in {}", self.name),
-            with: "a writer that replaces it".to_owned(),
-        })
+        let what = format!("`{key}` in {}", self.name);
+        Err(Error::Busy { what, with: "a writer that replaces it".to_owned() })
     }
 
     /// The whole range whose first part is here; `None` if the object was replaced meanwhile.
@@ -301,10 +297,9 @@ impl Remote {
         let end = wanted.end.min(first.size);
         let mut bytes = Vec::new();
         let length = usize::try_from(end - wanted.start).unwrap_or(usize::MAX);
-        bytes.try_reserve_exact(length).map_err(|_| Error::TooLarge {
-            what: format!("memory for `{key}` from {}", self.name),
-            max: length as u64,
-        })?;
+        let what = || format!("memory for `{key}` from {}", self.name);
+        let too_large = |_| Error::TooLarge { what: what(), max: length as u64 };
+        bytes.try_reserve_exact(length).map_err(too_large)?;
         bytes.extend_from_slice(&first.bytes);
         let step = self.limits.part_bytes;
         let starts = (wanted.start + bytes.len() as u64..end).step_by(step);
@@ -354,14 +349,12 @@ impl Remote {
         let path = self.path(prefix);
         let list = || self.backend.list(Some(&path)).try_collect::<Vec<ObjectMeta>>();
         let found = self.ask(Action("list", prefix), 0, list).await.result?;
-        let mut entries: Vec<Entry> = found
-            .into_iter()
-            // Anything that is not a key was not put here by a store.
-            .filter_map(|meta| {
-                let name = meta.location.as_ref().strip_prefix(&self.prefix)?.trim_start_matches('/');
-                Some(Entry::new(Key::new(name).ok()?, meta.size, Some(meta.last_modified.into())))
-            })
-            .collect();
+        // Anything that is not a key was not put here by a store.
+        let entry = |meta: ObjectMeta| {
+            let name = meta.location.as_ref().strip_prefix(&self.prefix)?.trim_start_matches('/');
+            Some(Entry::new(Key::new(name).ok()?, meta.size, Some(meta.last_modified.into())))
+        };
+        let mut entries: Vec<Entry> = found.into_iter().filter_map(entry).collect();
         entries.sort_unstable_by(|a, b| a.key.cmp(&b.key));
         Ok(entries)
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Result};
 use crate::key::Key;
@@ -40,35 +40,29 @@ impl Fault {
 
     /// Lets `skip` more calls pass, then fails the following `count` ones; `u64::MAX` fails all that follow.
     pub fn arm(&self, skip: u64, count: u64, when: When) {
-        let mut plan = self.lock();
+        let mut plan = lock(&self.plan);
         let first = plan.calls.saturating_add(skip);
         plan.faults = Some((first..first.saturating_add(count), when));
     }
 
     /// Fails nothing from here on.
     pub fn disarm(&self) {
-        self.lock().faults = None;
+        lock(&self.plan).faults = None;
     }
 
     /// Calls so far, failed ones included.
     #[must_use]
     pub fn calls(&self) -> u64 {
-        self.lock().calls
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Plan> {
-        lock(&self.plan)
+        lock(&self.plan).calls
     }
 
     fn run<T>(&self, operation: &'static str, key: &Key, call: impl FnOnce() -> Result<T>) -> Result<T> {
-        let (number, strike) = {
-            let mut plan = self.lock();
-            let number = plan.calls;
-            plan.calls += 1;
-            let strike =
-                plan.faults.as_ref().filter(|(faults, _)| faults.contains(&number)).map(|(_, when)| *when);
-            (number, strike)
-        };
+        let mut plan = lock(&self.plan);
+        let number = plan.calls;
+        plan.calls += 1;
+        let armed = plan.faults.clone();
+        drop(plan);
+        let strike = armed.filter(|(faults, _)| faults.contains(&number)).map(|(_, when)| when);
         let injected = || Error::Injected { call: number, operation, key: key.clone() };
         match strike {
             None => call(),
