@@ -90,7 +90,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             Ok(Some(newest)) if there.as_ref() == Some(&newest) && !polls.is_multiple_of(AGAIN) => Ok(None),
             Ok(Some(newest)) => runtime.block_on(coordinator.roll(&newest)).map(Some).map_err(Error::from),
             Ok(None) | Err(Error::Transport(Transport::NoSuchRun { .. })) if !args.once => Ok(None),
-            Ok(None) => Err(no_version(&args)),
+            Ok(None) => {
+                let expected = format!("a version of model `{}` in run `{}`", args.model, args.run);
+                Err(Error::usage("--once", expected, "none"))
+            }
             Err(error) => Err(error),
         };
         match round {
@@ -121,10 +124,6 @@ fn newest(store: &Arc<dyn Store>, args: &Args) -> Result<Option<Label>> {
     let run = Run::open(store.clone(), &args.run)?;
     let newest = run.newest_version(&args.model)?;
     Ok(newest.map(|newest| Label::new(&run.id().to_string(), newest.0)).transpose()?)
-}
-
-fn no_version(args: &Args) -> Error {
-    Error::usage("--once", format!("a version of model `{}` in run `{}`", args.model, args.run), "none")
 }
 
 fn show(rolled: &Rolled, output: Output) -> Result<()> {

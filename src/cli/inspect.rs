@@ -104,13 +104,10 @@ fn runs(store: &Arc<dyn Store>, output: Output) -> Result<()> {
             runs.push(json!({"run": name, "run_id": run.id(), "model": model, "newest": newest}));
         }
     }
+    const COLUMNS: [&str; 4] = ["run", "run_id", "model", "newest"];
+    let text = |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     output.print(&runs, |runs| {
-        let text =
-            |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        let row = |run: &serde_json::Value| {
-            ["run", "run_id", "model", "newest"].map(|key| text(&run[key])).to_vec()
-        };
-        table(&["run", "run_id", "model", "newest"], runs.iter().map(row))
+        table(&COLUMNS, runs.iter().map(|run| COLUMNS.map(|name| text(&run[name])).to_vec()))
     })
 }
 

@@ -182,21 +182,16 @@ fn die_with_parent() {
 fn refuse(error: &clap::Error, json: bool) -> u8 {
     let code = u8::try_from(error.exit_code()).unwrap_or(2);
     let text = error.render().to_string();
-    let printed = match error.use_stderr() {
+    match error.use_stderr() {
         true if json => {
             output::say(&output::error_json(code, text.trim().trim_start_matches("error: "), &[], None));
-            Ok(())
         }
-        true if output::without_secrets(&text) != text => {
-            output::say(&text);
-            Ok(())
-        }
-        _ => error.print(),
-    };
-    match printed {
-        Err(source) if !error.use_stderr() => output::fail(&Error::Output(source)),
-        _ => code,
+        true if output::without_secrets(&text) != text => output::say(&text),
+        // Nobody can be told that nobody listens.
+        true => _ = error.print(),
+        false => return error.print().map_or_else(|source| output::fail(&Error::Output(source)), |()| code),
     }
+    code
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use driftless::bridge::engine::{Deadlines, PauseMode};
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
 use driftless::http::Server;
+use driftless::relay::{Relays, RelaysOptions};
 use driftless::store::Store;
 use driftless::store::wait::Stop;
 use driftless::store::wrap::Count;
@@ -219,8 +220,9 @@ fn open(args: &Args) -> Result<Arc<dyn Store>> {
     if args.relay.is_empty() {
         return Ok(store);
     }
-    let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    Ok(store::behind(store, &args.relay, token.as_deref())?)
+    let mut options = RelaysOptions::default();
+    options.token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    Ok(Arc::new(Relays::new(store, &args.relay, options)?))
 }
 
 /// What the command line says of versions, and nothing of engines.

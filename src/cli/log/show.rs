@@ -122,18 +122,12 @@ fn render(shown: &Shown) -> String {
     let part = if shown.part > 0 { format!(" part {}", shown.part) } else { String::new() };
     let label = shown.label.as_ref().map(|label| short(&label_text(label)));
     let label = label.map_or_else(String::new, |label| format!(", label {label}"));
+    let Shown { reward, step, prompt_id, answer, finish, response_tokens, .. } = shown;
+    let (source, engine) = (printable(&shown.source), printable(&shown.engine));
     let mut text = format!(
-        "reward {}{}: step {}, prompt {} ({}), answer {}{part}, {} of {} tokens by version {} at {}\n",
-        shown.reward,
-        label,
-        shown.step,
-        shown.prompt_id,
-        printable(&shown.source),
-        shown.answer,
-        shown.finish,
-        shown.response_tokens,
+        "reward {reward}{label}: step {step}, prompt {prompt_id} ({source}), answer {answer}{part}, \
+         {finish} of {response_tokens} tokens by version {} at {engine}\n",
         versions.join(", "),
-        printable(&shown.engine),
     );
     // Writing to a String does not fail.
     for (mark, body) in [("  > ", &shown.prompt), ("  < ", &shown.response)] {

@@ -3,7 +3,6 @@
 use crate::cli::shared::error::Result;
 use crate::cli::shared::keys;
 use driftless::http::Followers;
-use driftless::relay::{Relays, RelaysOptions};
 use driftless::store::{Store, open_with};
 use driftless::transport::publish::Notify;
 use std::path::PathBuf;
@@ -24,13 +23,6 @@ pub fn open(url: &str) -> driftless::transport::Result<Arc<dyn Store>> {
         .filter(|(name, _)| PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
         .collect();
     Ok(open_with(url, &settings)?)
-}
-
-/// The store behind relays.
-pub(crate) fn behind(origin: Arc<dyn Store>, relays: &[String], token: Option<&str>) -> Result<Arc<Relays>> {
-    let mut options = RelaysOptions::default();
-    options.token = token.map(str::to_owned);
-    Ok(Arc::new(Relays::new(origin, relays, options)?))
 }
 
 /// Followers that are told of a version as soon as it is published.

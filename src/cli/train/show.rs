@@ -60,10 +60,7 @@ impl Show {
             }
             _ => {}
         }
-        if let Some(waits) = &self.waits {
-            // It runs as long as this value is there.
-            let _ = waits.send(None);
-        }
+        self.tell(None);
         match event {
             Event::Begin { step, of } => {
                 self.progress(*step);
@@ -114,9 +111,13 @@ impl Show {
         let wait =
             Wait { what: what.to_owned(), on: on.to_owned(), begun: Instant::now(), tell_after: patience };
         self.bar.set_message(wait.text());
+        self.tell(Some(wait));
+    }
+
+    fn tell(&self, wait: Option<Wait>) {
         if let Some(waits) = &self.waits {
             // It runs as long as this value is there.
-            let _ = waits.send(Some(wait));
+            let _ = waits.send(wait);
         }
     }
 
@@ -172,13 +173,10 @@ fn tell_waits(waits: &Receiver<Option<Wait>>) {
 /// A step in one line. Times are in seconds; what is usual is left out.
 fn describe(step: &StepMetrics, of: u64) -> String {
     let seconds = |milliseconds: f64| milliseconds / 1e3;
+    let StepMetrics { reward, response_length, .. } = step;
+    let (number, generate, train) = (step.rollout_id + 1, seconds(step.generate_ms), seconds(step.train_ms));
     let mut line = format!(
-        "step {}/{of} reward {:.3} len {:.1} gen {:.1} s train {:.1} s",
-        step.rollout_id + 1,
-        step.reward,
-        step.response_length,
-        seconds(step.generate_ms),
-        seconds(step.train_ms),
+        "step {number}/{of} reward {reward:.3} len {response_length:.1} gen {generate:.1} s train {train:.1} s"
     );
     // Writing to a string cannot fail.
     if let Some(published) = &step.publication {

@@ -209,14 +209,10 @@ impl TaskArgs {
         let context_len = options.rollout_max_context_len;
         let reader = RowReader::open(options, checkpoint)?;
         let difficulty = self.task_difficulty;
-        let held_out: Option<(Arc<dyn DataSource>, u64)> =
-            match usize::try_from(eval_prompts).unwrap_or(usize::MAX) {
-                0 => None,
-                count => {
-                    let problems = Generated::held_out(kind, difficulty, count, reader.clone())?;
-                    Some((Arc::new(problems), eval_prompts))
-                }
-            };
+        let count = usize::try_from(eval_prompts).unwrap_or(usize::MAX);
+        let held_out = || Generated::held_out(kind, difficulty, count, reader.clone());
+        let held_out = (count > 0).then(held_out).transpose()?;
+        let held_out = held_out.map(|problems| (Arc::new(problems) as Arc<dyn DataSource>, eval_prompts));
         let practice = Generated::practice(kind, difficulty, seed, reader);
         let task = self.hooks.task(Arc::new(practice), reward.unwrap_or_else(|| Arc::new(kind)))?;
         Ok(Chosen { task, context_len, held_out, epochs: None, rewarded })
@@ -259,9 +255,8 @@ impl TaskArgs {
     ) -> Result<Vec<EvalSet>> {
         let mut sets = chosen.held_out(sampling);
         let mut names: BTreeSet<_> = sets.iter().map(|set| set.name.clone()).collect();
-        if let Some(name) =
-            self.eval_prompt_data.iter().step_by(2).find(|name| !names.insert((*name).clone()))
-        {
+        let mut named = self.eval_prompt_data.iter().step_by(2);
+        if let Some(name) = named.find(|name| !names.insert((*name).clone())) {
             let expected = "a name of its own for each file";
             return Err(Error::usage("--eval-prompt-data", expected, format!("`{name}` twice")));
         }

@@ -1,9 +1,8 @@
 //! HTTP clients: the one builder of them, and a small one that blocks.
 
 use std::fmt;
-use std::future::Future;
 use std::io;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
 use reqwest::{ClientBuilder, Method, RequestBuilder, StatusCode, Url, redirect};
@@ -92,17 +91,8 @@ impl Client {
         deadline: Duration,
     ) -> Result<Answer> {
         let (request, arrived) = (self.request(Method::GET, url).header("range", range), arrived.clone());
-        self.wait(exchange(request, bytes_max, move |bytes| arrived(bytes), deadline))
-    }
-
-    /// Runs a call on the runtime and waits for it; it has a deadline.
-    fn wait<T: Send + 'static>(&self, call: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
-        let (sender, receiver) = mpsc::sync_channel(1);
-        self.runtime.spawn(async move {
-            // The receiver waits below.
-            let _ = sender.send(call.await);
-        });
-        receiver.recv().unwrap_or(Err(Error::Ended))
+        let call = exchange(request, bytes_max, move |bytes| arrived(bytes), deadline);
+        runtime::run(&self.runtime, call).unwrap_or(Err(Error::Ended))
     }
 }
 

@@ -3,7 +3,7 @@
 //! Clients share one runtime. A server has threads of its own, which end with it.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 
 use tokio::runtime::{Builder, Handle, RuntimeFlavor};
@@ -58,6 +58,17 @@ pub fn provide(handle: Handle) -> Result<()> {
     }
     std::mem::forget(shared.replace((std::process::id(), handle)));
     Ok(())
+}
+
+/// Has `runtime` carry out a call, and waits for what it gives; `None` if it panicked. The caller's thread is none of
+/// that runtime's.
+pub fn run<T: Send + 'static>(runtime: &Handle, call: impl Future<Output = T> + Send + 'static) -> Option<T> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    runtime.spawn(async move {
+        // The receiver waits below.
+        let _ = sender.send(call.await);
+    });
+    receiver.recv().ok()
 }
 
 /// Waits for a future while `runtime` drives its connections. The caller's thread may be one of a runtime, if

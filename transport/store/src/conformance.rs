@@ -100,12 +100,8 @@ fn listing_is_complete_sorted_and_bounded_by_segments(store: &dyn Store) {
     for name in names {
         store.put(&key(name), name.as_bytes(), PutMode::Create).unwrap();
     }
-    let listed: Vec<(String, u64)> = store
-        .list(&key("list"))
-        .unwrap()
-        .into_iter()
-        .map(|entry| (entry.key.to_string(), entry.size))
-        .collect();
+    let listed = store.list(&key("list")).unwrap().into_iter();
+    let listed: Vec<(String, u64)> = listed.map(|entry| (entry.key.to_string(), entry.size)).collect();
     let expected: Vec<(String, u64)> =
         names[..5].iter().map(|name| ((*name).to_owned(), name.len() as u64)).collect();
     assert_eq!(listed, expected);

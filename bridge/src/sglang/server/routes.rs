@@ -105,12 +105,11 @@ impl Shared {
     /// aborts them.
     async fn run(&self, requests: Vec<Request>) -> Result<Vec<Completion>, Refusal> {
         let _reader = self.state.enter().await;
-        let mut answers = Vec::with_capacity(requests.len());
-        for request in requests {
+        let submit = |request| {
             let (reply, answer) = oneshot::channel();
-            self.worker.tell(move |generator| generator.submit(Job { request, reply }))?;
-            answers.push(answer);
-        }
+            self.worker.tell(move |generator| generator.submit(Job { request, reply })).map(|()| answer)
+        };
+        let answers = requests.into_iter().map(submit).collect::<Result<Vec<_>, _>>()?;
         let mut completions = Vec::with_capacity(answers.len());
         for answer in answers {
             completions.push(answer.await.map_err(|_| Refusal::unavailable())?);

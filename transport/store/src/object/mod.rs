@@ -13,7 +13,7 @@ mod url;
 use std::fmt;
 use std::future::{Future, ready};
 use std::ops::Range;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
@@ -97,21 +97,14 @@ impl Bucket {
         Ok(Self { remote: Arc::new(remote), runtime })
     }
 
-    /// Runs a call on the runtime and waits for it. Every request in it has a deadline.
-    fn wait<T, F>(&self, call: impl FnOnce(Arc<Remote>) -> F) -> Result<T>
+    /// Runs a call about `key` on the runtime and waits for it. Every request in it has a deadline.
+    fn wait<T, F>(&self, key: &Key, call: impl FnOnce(Arc<Remote>, Key) -> F) -> Result<T>
     where
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        const ENDED: Error = Error::Internal { what: "a request to the object store" };
-        let (sender, receiver) = mpsc::sync_channel(1);
-        let call = call(self.remote.clone());
-        self.runtime.spawn(async move {
-            // The receiver waits below.
-            let _ = sender.send(call.await);
-        });
-        // Without an answer the task has panicked.
-        receiver.recv().unwrap_or(Err(ENDED))
+        let answer = runtime::run(&self.runtime, call(self.remote.clone(), key.clone()));
+        answer.unwrap_or(Err(Error::Internal { what: "a request to the object store" }))
     }
 }
 
@@ -130,8 +123,8 @@ impl fmt::Debug for Bucket {
 
 impl Store for Bucket {
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        let (key, bytes) = (key.clone(), Bytes::copy_from_slice(bytes));
-        self.wait(|remote| async move {
+        let bytes = Bytes::copy_from_slice(bytes);
+        self.wait(key, |remote, key| async move {
             match mode {
                 PutMode::Create => remote.create(&key, bytes).await,
                 PutMode::Overwrite if bytes.len() <= remote.limits.part_bytes => {
@@ -143,28 +136,24 @@ impl Store for Bucket {
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        let key = key.clone();
-        self.wait(|remote| async move { remote.get(&key, range, &no_progress()).await })
+        self.wait(key, |remote, key| async move { remote.get(&key, range, &no_progress()).await })
     }
 
     fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
-        let (key, arrived) = (object.key.clone(), arrived.clone());
-        self.wait(|remote| async move { remote.get(&key, Some(range), &arrived).await })
+        let arrived = arrived.clone();
+        self.wait(&object.key, |remote, key| async move { remote.get(&key, Some(range), &arrived).await })
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {
-        let key = key.clone();
-        self.wait(|remote| async move { remote.head(&key).await })
+        self.wait(key, |remote, key| async move { remote.head(&key).await })
     }
 
     fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
-        let prefix = prefix.clone();
-        self.wait(|remote| async move { remote.list(&prefix).await })
+        self.wait(prefix, |remote, prefix| async move { remote.list(&prefix).await })
     }
 
     fn delete(&self, key: &Key) -> Result<()> {
-        let key = key.clone();
-        self.wait(|remote| async move { remote.delete(&key).await })
+        self.wait(key, |remote, key| async move { remote.delete(&key).await })
     }
 }
 

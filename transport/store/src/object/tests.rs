@@ -208,7 +208,7 @@ fn upload_with_a_lost_completion_is_complete_else_leaves_none() {
     server.with(|bucket| bucket.faults.push_back(("POST", Fault::Before(503))));
     store.put(&key("large"), &bytes, PutMode::Overwrite).unwrap();
     let path = Path::from("root/large");
-    let id = store.wait(|remote| async move {
+    let id = store.wait(&key("large"), |remote, _| async move {
         Ok(remote.backend.create_multipart(&path).await.map_err(|error| cause(&error).text).unwrap())
     });
     let id = id.unwrap();
@@ -218,8 +218,8 @@ fn upload_with_a_lost_completion_is_complete_else_leaves_none() {
     });
     let part = PartId { content_id: "\"1\"".to_owned() };
     let whole = Bytes::from(bytes.clone());
-    let completed = store.wait(|remote| async move {
-        remote.complete(&key("large"), &Path::from("root/large"), &id, &[part], &whole).await
+    let completed = store.wait(&key("large"), |remote, key| async move {
+        remote.complete(&key, &Path::from("root/large"), &id, &[part], &whole).await
     });
     completed.unwrap();
 
