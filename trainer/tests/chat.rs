@@ -60,7 +60,7 @@ fn refusal(source: &str) -> String {
 fn variable_without_an_end_is_refused_with_the_template() {
     let nested = "{% set ns=namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x=[ns.x] %}{% endfor %}";
     let doubled = "{% set ns=namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x=ns.x+ns.x %}{% endfor %}{{ ns.x|length }}";
-    let spelled = format!("{{% set x=[] %}}{}", "{%- set x = [x] -%}".repeat(20_000));
+    let spelled = format!("{{% set x=[] %}}{}", "{%- set x = [x] -%}".repeat(6_000));
     for (source, expected) in [
         ("{% set a=namespace() %}{% set a.a=a %}{{ a }}", "namespace"),
         ("{% set a=namespace() %}{% set a.a=[{'b': a}] %}{{ a ~ '%}' }}", "namespace"),
