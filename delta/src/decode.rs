@@ -107,8 +107,12 @@ impl Decoder {
     /// base, whatever the payload says.
     ///
     /// # Errors
-    /// [`Error::BaseMismatch`] for another base. [`Error::ResultMismatch`] if the result is not the promised one. [`Error::Corrupt`] for bytes that no encoder writes. [`Error::Unsupported`] for a later format, [`Error::UnsupportedMotion`] for a withdrawn one. Mismatches of element type, length or kind. The
-    /// patch then does nothing.
+    /// [`Error::BaseMismatch`](crate::Error::BaseMismatch) for another base.
+    /// [`Error::ResultMismatch`](crate::Error::ResultMismatch) if the result is not the promised one.
+    /// [`Error::Corrupt`](crate::Error::Corrupt) for bytes that no encoder writes.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a later format,
+    /// [`Error::UnsupportedMotion`](crate::Error::UnsupportedMotion) for a withdrawn one. Mismatches of element type,
+    /// length or kind. The patch then does nothing.
     pub fn decode(
         &mut self,
         pool: &dyn Pool,

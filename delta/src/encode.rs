@@ -93,8 +93,9 @@ impl Encoder {
     /// changed.
     ///
     /// # Errors
-    /// [`Error::OddLength`] if `base` is not a whole number of elements, [`Error::LengthMismatch`] if `new`
-    /// is not as long or the digests are not one per block. `out` is unchanged then.
+    /// [`Error::OddLength`](crate::Error::OddLength) if `base` is not a whole number of elements,
+    /// [`Error::LengthMismatch`](crate::Error::LengthMismatch) if `new` is not as long or the digests are not one per
+    /// block. `out` is unchanged then.
     pub fn encode(
         &mut self,
         pool: &dyn Pool,
@@ -115,8 +116,8 @@ impl Encoder {
     /// noticed; other damage is missed with a chance of at most 2⁻³².
     ///
     /// # Errors
-    /// As [`Encoder::encode`], and [`Error::BlockMismatch`] for the first block of `base` that has another
-    /// digest. `out` is unchanged then.
+    /// As [`Encoder::encode`], and [`Error::BlockMismatch`](crate::Error::BlockMismatch) for the first block of
+    /// `base` that has another digest. `out` is unchanged then.
     pub fn encode_checked(
         &mut self,
         pool: &dyn Pool,
@@ -169,7 +170,8 @@ impl Encoder {
     /// to decode it. Returns the number of elements.
     ///
     /// # Errors
-    /// [`Error::OddLength`] if `new` is not a whole number of elements. `out` is unchanged then.
+    /// [`Error::OddLength`](crate::Error::OddLength) if `new` is not a whole number of elements. `out` is unchanged
+    /// then.
     pub fn encode_full(
         &mut self,
         pool: &dyn Pool,
