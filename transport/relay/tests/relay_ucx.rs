@@ -431,7 +431,10 @@ fn bad_requests_are_told_what_is_wrong() {
     let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.path().join("open"));
     options.fabric = Some(("0.0.0.0:0".parse().unwrap(), Arc::new(fabric.clone())));
     let open = serve(store.clone(), options).unwrap_err();
-    assert!(matches!(open, driftless_relay::Error::Transport(Error::BadSetting { .. })), "{open:?}");
+    assert!(
+        matches!(open, driftless_relay::Error::Http(driftless_http::Error::BadSetting { .. })),
+        "{open:?}"
+    );
     for bad in
         ["ucx://", "ucx://host", "ucx://host:port", "ucx://user:secret@host:1", "ucx://host:1/?x=secret"]
     {
