@@ -75,6 +75,13 @@ fn variable_without_an_end_is_refused_with_the_template() {
 }
 
 #[test]
+fn variable_that_is_sliced_again_and_again_stays_a_list() {
+    let sliced = "{% set ns=namespace(x=[1,2]) %}{% for i in range(90000) %}{% set ns.x=ns.x[:] %}{% endfor %}{{ ns.x }}";
+    let template = ChatTemplate::from_source(sliced, &SPECIAL).unwrap();
+    assert_eq!(template.render_json(CHATS[0].0, None, None).unwrap(), "[1, 2]");
+}
+
+#[test]
 fn template_as_deep_as_it_is_long_is_compiled_or_refused() {
     let nots = |count: usize| format!("{{% if {}1 %}}yes{{% endif %}}", "not ".repeat(count));
     for (source, expected) in [

@@ -1,6 +1,7 @@
 //! What a template may keep in its variables. Values within values without an end overflow the stack when they
 //! are written, compared or dropped, and lists that double need no instructions to do so: both end the process.
 
+use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use regex::{Captures, Regex};
 
@@ -39,9 +40,27 @@ pub(super) fn add_filter(environment: &mut Environment<'_>) {
     environment.add_filter(BOUNDED, |state: &mut State, value: Value, is_attribute: bool| {
         let left = state.get_temp(BOUNDED).and_then(|left| left.as_usize()).unwrap_or(ELEMENTS_MAX);
         let left = look(&value, 0, is_attribute, left)?;
+        let (value, left) = listed(value, left)?;
         state.set_temp(BOUNDED, Value::from(left));
         Ok::<_, Error>(value)
     });
+}
+
+/// The value; as a list where it would be computed anew from other values at each use, as a slice of a slice is.
+fn listed(value: Value, left: usize) -> Result<(Value, usize), Error> {
+    if value.kind() != ValueKind::Iterable {
+        return Ok((value, left));
+    }
+    let elements: Vec<Value> = value.try_iter()?.take(left.min(LENGTH_MAX) + 1).collect();
+    match left.checked_sub(elements.len()).filter(|_| elements.len() <= LENGTH_MAX) {
+        Some(left) => Ok((elements.into(), left)),
+        None => Err(too_many()),
+    }
+}
+
+fn too_many() -> Error {
+    let most = format!("{LENGTH_MAX} elements, or {ELEMENTS_MAX} in all");
+    Error::new(ErrorKind::InvalidOperation, format!("it sets lists or maps of more than {most}"))
 }
 
 /// Looks at all of a value; answers how many elements may still be looked at.
@@ -56,13 +75,7 @@ fn look(value: &Value, depth: usize, is_attribute: bool, mut left: usize) -> Res
     }
     // What has no length can be gone through once only.
     let Some(count) = object.enumerator_len() else { return Ok(left) };
-    left = match left.checked_sub(count).filter(|_| count <= LENGTH_MAX) {
-        Some(left) => left,
-        None => {
-            let most = format!("{LENGTH_MAX} elements, or {ELEMENTS_MAX} in all");
-            return refused(format!("it sets lists or maps of more than {most}"));
-        }
-    };
+    left = left.checked_sub(count).filter(|_| count <= LENGTH_MAX).ok_or_else(too_many)?;
     for (_, element) in object.try_iter_pairs().into_iter().flatten() {
         left = look(&element, depth + 1, is_attribute, left)?;
     }
