@@ -30,7 +30,7 @@ pub use self::plugin::PluginOptions;
 
 use self::pause::{Ask, Pause, partial, relabel};
 use crate::engine::{
-    Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check,
+    Attached, Check, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check,
     check_tensors, check_tied,
 };
 use crate::error::{Error, Result};
@@ -176,13 +176,14 @@ pub(crate) async fn attach(
     }
     // Without the engine's own config nothing says which shapes it loaded, and other shapes would end it.
     match base.map(Expected::from_checkpoint).transpose()? {
-        Some(base) if base.config == expected.config => Ok(identity),
-        other => {
-            let (what, expected) =
-                ("config.json of the model it was started with", format!("{:?}", expected.config));
-            let none = || "not readable here, and no base checkpoint given".into();
-            let found = other.map_or_else(none, |base| format!("{:?}", base.config));
-            Err(Error::refused(attached.engine().url(), what, expected, found))
+        Some(base) => {
+            Check { engine: attached.engine().url() }.config(&expected, &base)?;
+            Ok(identity)
+        }
+        None => {
+            let what = "config.json of the model it was started with";
+            let found = "not readable here, and no base checkpoint given";
+            Err(Error::refused(attached.engine().url(), what, "readable", found))
         }
     }
 }

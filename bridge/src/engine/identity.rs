@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use driftless_transport::Dtype;
 
+use crate::engine::config::shown;
 use crate::engine::{Expected, PauseMode};
 use crate::error::{Error, Result};
 use crate::http::excerpt;
@@ -27,8 +28,8 @@ pub struct Identity {
     pub tokenizer: Option<String>,
     /// Whether replies say which output tokens came from which weights.
     pub spans: bool,
-    /// Whether it computes with quantised weights.
-    pub(crate) quantized: bool,
+    /// Why its checksums cannot be compared with those that are computed here, if they cannot.
+    pub(crate) no_checksums: Option<String>,
     /// The load format that an update has to name: an engine started with `dummy` keeps that as its default,
     /// and cannot update with it.
     pub(crate) load_format: Option<String>,
@@ -50,11 +51,9 @@ impl Identity {
         self.flushes && mode == PauseMode::Retract
     }
 
-    /// Whether the engine's checksums can be compared with [`checksums`](crate::sglang::checksums()): one rank, on
-    /// the CPU. GPUs hash differently, every further rank holds a slice, and of quantised weights engines hash what they
-    /// stand for.
+    /// Whether the engine's checksums can be compared with [`checksums`](crate::sglang::checksums()).
     pub(crate) fn checksums_comparable(&self) -> bool {
-        self.tp == 1 && self.device.as_deref() == Some("cpu") && !self.quantized
+        self.no_checksums.is_none()
     }
 }
 
@@ -88,23 +87,14 @@ impl Check<'_> {
         Err(Error::refused(self.engine, what, expected, excerpt(found.as_bytes())))
     }
 
-    /// The sizes that decide the tensors' shapes, and what they are quantised to.
+    /// The config of the checkpoint, and that under the engine's model path.
     pub(crate) fn config(&self, expected: &Expected, local: &Expected) -> Result<()> {
-        let (want, have) = (&expected.config, &local.config);
-        for (what, want, have) in [
-            ("hidden_size", want.hidden_size, have.hidden_size),
-            ("num_hidden_layers", want.layers, have.layers),
-            ("vocab_size", want.vocabulary, have.vocabulary),
-            ("intermediate_size", want.intermediate_size, have.intermediate_size),
-            ("num_attention_heads", want.heads, have.heads),
-            ("num_key_value_heads", want.kv_heads, have.kv_heads),
-            ("head_dim", want.head_dim, have.head_dim),
-            ("tie_word_embeddings", want.tied.into(), have.tied.into()),
-        ] {
-            self.equal(what, &want.to_string(), &have.to_string())?;
+        let differences = expected.config.differences(&local.config);
+        if differences.is_empty() {
+            return Ok(());
         }
-        let [want, have] = [want, have].map(|config| config.quantization.as_deref().unwrap_or("none"));
-        self.equal("quantization", want, have)
+        let (what, expected, found) = shown(&differences);
+        Err(Error::refused(self.engine, what, expected, found))
     }
 
     /// Refuses weights in another representation than those that such engines were updated with.

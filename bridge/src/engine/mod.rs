@@ -4,10 +4,12 @@
 //! folder beside this one ([`sglang`](crate::sglang), [`vllm`](crate::vllm)) whose client implements the
 //! trait, and one line in [`connect`](crate::connect).
 
+pub(crate) mod config;
+mod expected;
+mod fusing;
 mod generate;
 mod identity;
 mod label;
-pub(crate) mod model;
 mod options;
 mod sums;
 mod tensors;
@@ -23,12 +25,17 @@ use driftless_transport::Snapshot;
 use driftless_transport::activate::Limit;
 use serde::{Deserialize, Serialize};
 
+pub use config::{ModelConfig, torch_name};
+pub use expected::Expected;
+pub(crate) use expected::hex;
+pub use fusing::Fusing;
+#[cfg(test)]
+pub(crate) use fusing::Parameter;
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
 pub(crate) use generate::{Mismatch, log_probability};
 pub use identity::Identity;
 pub(crate) use identity::{Check, local};
 pub use label::Label;
-pub use model::{Expected, ModelConfig, torch_name};
 pub use options::{ClientOptions, Deadlines};
 pub(crate) use sums::check;
 pub use sums::{LiveWeights, Sums};
@@ -61,8 +68,8 @@ pub trait Engine: fmt::Debug + Send + Sync {
 
     /// Asks the engine who it is and what it can do. Nothing changes there, and nothing is generated.
     ///
-    /// Fails with [`Error::Refused`] for another model or a set-up that cannot be updated, by the engine's own names,
-    /// and with [`Error::Config`] when the config under its model path is readable here but not as one.
+    /// Fails with [`Error::Refused`] for another model or a set-up that cannot be updated, by the fields of both configs
+    /// or the engine's own names, and with [`Error::Config`] when the config under its model path is readable here but not as one.
     fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity>;
 
     /// The label of its weights; one that nobody set is no [`Label`].
@@ -124,8 +131,10 @@ pub trait Engine: fmt::Debug + Send + Sync {
     /// Fails as [`Expected::from_snapshot`], with [`Error::Checkpoint`] for other tensors, and with [`Error::Open`] for
     /// bytes that cannot be read.
     fn sums(&self, identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
-        let _ = (identity, snapshot, place);
-        Ok(Sums::Unknown { reason: format!("the checksums of {} are not known here", self.kind()) })
+        let _ = (snapshot, place);
+        let reason = identity.no_checksums.clone();
+        let none = || format!("the checksums of {} are not known here", self.kind());
+        Ok(Sums::Unknown { reason: reason.unwrap_or_else(none) })
     }
 
     /// What the engine reports of its weights, in the form of [`Sums::Known`].
@@ -203,6 +212,13 @@ impl Attached {
     pub async fn attach(engine: Arc<dyn Engine>, expected: &Expected) -> Result<Self> {
         let identity = engine.identify(expected).await?;
         tracing::info!(engine = engine.url(), kind = engine.kind(), ?identity, "attached");
+        if expected.config.custom_code {
+            let engine = engine.url();
+            tracing::warn!(
+                engine,
+                "its model code is the checkpoint's own: no field of config.json says what that loads"
+            );
+        }
         Ok(Self::new(engine, identity))
     }
 

@@ -7,8 +7,7 @@ use std::path::Path;
 use driftless_transport::Snapshot;
 use sha2::{Digest, Sha256};
 
-use crate::engine::model::hex;
-use crate::engine::{Expected, ModelConfig, check_tensors};
+use crate::engine::{Expected, Fusing, check_tensors, hex};
 use crate::error::{Error, Result};
 
 /// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this
@@ -18,40 +17,47 @@ use crate::error::{Error, Result};
 /// the snapshot in errors.
 ///
 /// # Errors
-/// [`Error::Config`] for a quantised snapshot, of which SGLang hashes what the weights stand for;
+/// [`Error::Config`] for a model whose fusing is not known, and for a quantised snapshot, of which SGLang hashes what
+/// the weights stand for;
 /// [`Error::Checkpoint`] for a tensor that is missing, surplus, or of another dtype or shape; [`Error::Open`]
 /// when its bytes cannot be read; [`Error::Config`] and [`Error::Read`] also as [`Expected::from_snapshot`].
 pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<String, String>> {
     let config = Expected::from_snapshot(snapshot, place)?.config;
-    if let Some(found) = config.quantization {
-        let (path, what) = (place.join("config.json"), "quantization_config".into());
-        let expected = "none, where checksums are compared".into();
-        return Err(Error::Config { path, what, expected, found });
+    let refused = |what: &str, expected: &str, found: &str| Error::Config {
+        path: place.join("config.json"),
+        what: what.into(),
+        expected: expected.into(),
+        found: found.into(),
+    };
+    if let Some(found) = &config.quantization {
+        return Err(refused("quantization_config", "none, where checksums are compared", found));
     }
+    let known = "those of a model whose checksums are known";
+    let fusing = config.fusing().map_err(|_| refused("architectures", known, &config.architecture))?;
     check_tensors(snapshot, place, &config, config.dtype)?;
-    checksums_of(&config, |name| {
+    checksums_of(fusing, |name| {
         let index = snapshot.tensors().partition_point(|info| info.name.as_str() < name);
         let failed = |source| Error::Open { path: place.into(), source: Box::new(source) };
         snapshot.bytes(index).map_err(failed)
     })
 }
 
-/// The same for an engine of this model whose tensors have these bytes, asked for by their names in a checkpoint.
+/// The same for an engine of a model that is fused like this, whose tensors have these bytes, asked for by their names in a checkpoint.
 ///
 /// # Errors
 /// Those of `bytes`.
 pub fn checksums_of<'a, E>(
-    config: &ModelConfig,
+    fusing: &Fusing,
     bytes: impl Fn(&str) -> Result<Cow<'a, [u8]>, E>,
 ) -> Result<BTreeMap<String, String>, E> {
     let mut out = BTreeMap::new();
-    for parameter in config.parameters() {
+    for parameter in fusing.parameters() {
         let mut hash = Sha256::new();
         for (name, _) in &parameter.parts {
             let part = bytes(name)?;
             hash.update(&part);
             // Only the vocabulary's matrices are padded.
-            let row = part.len() as u64 / config.vocabulary;
+            let row = part.len() as u64 / fusing.vocabulary;
             hash.update(vec![0_u8; (row * parameter.padding_rows) as usize]);
         }
         out.insert(parameter.name, hex(&hash.finalize()[..8]));
@@ -65,7 +71,7 @@ mod tests {
     use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
     use super::*;
-    use crate::engine::model::Parameter;
+    use crate::engine::{ModelConfig, Parameter};
 
     /// A snapshot of zeros with this config's tensors, to which tests then do harm.
     struct Zeros {
@@ -76,11 +82,12 @@ mod tests {
     impl Zeros {
         fn new(config: &str) -> Self {
             let parsed = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+            let fusing = parsed.fusing().unwrap();
             let infos = |parameter: Parameter| {
-                let dtype = parameter.dtype.unwrap_or(parsed.dtype);
+                let dtype = parameter.dtype.unwrap_or(fusing.dtype);
                 parameter.parts.into_iter().map(move |(name, shape)| TensorInfo { name, dtype, shape })
             };
-            let mut tensors: Vec<_> = parsed.parameters().into_iter().flat_map(infos).collect();
+            let mut tensors: Vec<_> = fusing.parameters().into_iter().flat_map(infos).collect();
             tensors.sort_by(|a, b| a.name.cmp(&b.name));
             Self { tensors, files: vec![AuxFile::new("config.json", config.into()).unwrap()] }
         }

@@ -204,15 +204,10 @@ async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
 }
 
 fn sums(identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
-    if identity.checksums_comparable() {
-        return checksums(snapshot, place).map(Sums::Known);
+    match &identity.no_checksums {
+        None => checksums(snapshot, place).map(Sums::Known),
+        Some(reason) => Ok(Sums::Unknown { reason: reason.clone() }),
     }
-    let (tp, device) = (identity.tp, identity.device.as_deref().unwrap_or("an unknown device"));
-    let quantized = if identity.quantized { ", quantised" } else { "" };
-    let reason = format!(
-        "checksums are known for one rank on the CPU that is not quantised, found {tp} on {device}{quantized}"
-    );
-    Ok(Sums::Unknown { reason })
 }
 
 async fn live_sums(client: &Client) -> Result<BTreeMap<String, String>> {

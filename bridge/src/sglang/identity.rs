@@ -3,13 +3,17 @@
 use driftless_transport::Dtype;
 
 use super::{ModelInfo, ServerInfo};
-use crate::engine::model::{FP8_BLOCKS, torch_dtype};
+use crate::engine::config::{FP8_BLOCKS, torch_dtype};
 use crate::engine::{Check, Expected, Identity};
 use crate::error::Result;
 
 /// The load formats whose engines can reload a safetensors directory.
 const LOAD_FORMATS: [&str; 6] =
     ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
+
+/// Architectures that SGLang gives another name, by the checkpoint's: backbones whose head the engine supplies.
+const RENAMED: [(&str, &str); 2] =
+    [("Qwen3_5Model", "Qwen3_5ForConditionalGeneration"), ("Qwen3_5TextModel", "Qwen3_5ForCausalLM")];
 
 /// Compares an engine's answers, and the config and tokenizer under its paths where they can be read here,
 /// with what is expected.
@@ -25,8 +29,7 @@ pub(crate) fn compare(
 ) -> Result<Identity> {
     let check = Check { engine };
     check.set_up(model, server)?;
-    let architectures = model.architectures.clone().unwrap_or_default().join(",");
-    check.equal("architectures", &expected.config.architecture, &architectures)?;
+    check.architectures(expected, model)?;
     check.server_quantization(expected, server)?;
     if let Some(local) = local {
         check.config(expected, local)?;
@@ -40,7 +43,7 @@ pub(crate) fn compare(
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
-        quantized: expected.config.quantization.is_some(),
+        no_checksums: no_checksums(expected, server),
         load_format: (server.load_format.as_deref() == Some("dummy")).then(|| "auto".to_owned()),
         loads_only: None,
         flushes: false,
@@ -48,6 +51,18 @@ pub(crate) fn compare(
         labels_with_patch: true,
         saves_memory: server.enable_memory_saver.unwrap_or(false),
     })
+}
+
+/// Why `/weights_checker` of an engine does not report what can be computed here, if it does not. GPUs hash differently,
+/// every further rank holds a slice, and of quantised weights engines hash what they stand for.
+fn no_checksums(expected: &Expected, server: &ServerInfo) -> Option<String> {
+    let of = |what: String| Some(format!("checksums are known for one rank on the CPU, and not {what}"));
+    match (server.tp_size.unwrap_or(1), server.device.as_deref()) {
+        (1, Some("cpu")) if expected.config.quantization.is_some() => of("of quantised weights".into()),
+        (1, Some("cpu")) => expected.config.fusing().err().map(str::to_owned),
+        (1, device) => of(format!("on {}", device.unwrap_or("an unknown device"))),
+        (ranks, _) => of(format!("for {ranks} ranks")),
+    }
 }
 
 /// What SGLang alone says, compared with what can be updated.
@@ -72,6 +87,16 @@ impl Check<'_> {
             format if LOAD_FORMATS.contains(&format) => Ok(()),
             format => self.equal("load_format", &LOAD_FORMATS.join(" or "), format),
         }
+    }
+
+    /// What it says it runs, under the name that it gave the model or the checkpoint's.
+    fn architectures(&self, expected: &Expected, model: &ModelInfo) -> Result<()> {
+        let (expected, found) =
+            (&expected.config.architecture, model.architectures.clone().unwrap_or_default().join(","));
+        if RENAMED.contains(&(expected, &found)) {
+            return Ok(());
+        }
+        self.equal("architectures", expected, &found)
     }
 
     /// What `--quantization` says, if the server was given it: without, the checkpoint's config does.
@@ -113,8 +138,14 @@ mod tests {
     use crate::error::Error;
 
     fn expected(dtype: &str) -> Expected {
-        let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "vocab_size": 70, "torch_dtype": dtype});
+        of(json!({ "torch_dtype": dtype }))
+    }
+
+    /// What is expected of a model with these fields.
+    fn of(fields: Value) -> Expected {
+        let mut config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 70, "torch_dtype": "bfloat16"});
+        config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
         Expected {
             config: ModelConfig::parse(Path::new("c"), config.to_string().as_bytes()).unwrap(),
             tokenizer: Some("t".into()),
@@ -144,6 +175,23 @@ mod tests {
         assert!(identity.checksums_comparable() && identity.config_compared);
         assert_eq!(identity.tokenizer.as_deref(), Some("t"));
         assert!(!run(json!({"tp_size": 2}), json!({}), "bfloat16").unwrap().checksums_comparable());
+    }
+
+    #[test]
+    fn any_architecture_is_accepted_and_its_checksums_are_not_known() {
+        let server = serde_json::from_value(json!({"model_path": "/m", "device": "cpu"})).unwrap();
+        for (config, engine) in
+            [("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM"), ("Qwen3_5TextModel", "Qwen3_5ForCausalLM")]
+        {
+            let want = of(json!({ "architectures": [config] }));
+            let model =
+                serde_json::from_value(json!({"model_path": "/m", "architectures": [engine]})).unwrap();
+            let identity = compare("e", &want, &model, &server, Some(&want)).unwrap();
+            assert!(identity.no_checksums.unwrap().contains(config));
+            let want = of(json!({"architectures": ["MistralForCausalLM"]}));
+            let other = compare("e", &want, &model, &server, Some(&want));
+            assert!(matches!(other, Err(Error::Refused { what, .. }) if what == "architectures"));
+        }
     }
 
     #[test]
@@ -214,10 +262,10 @@ mod tests {
         let (model, server) =
             (serde_json::from_value(model).unwrap(), serde_json::from_value(server).unwrap());
         let want = expected("bfloat16");
-        let mut local = want.clone();
-        local.config.hidden_size = 9;
+        let local = of(json!({"hidden_size": 10, "head_dim": 4}));
         let refused = compare("e", &want, &model, &server, Some(&local));
-        assert!(matches!(refused, Err(Error::Refused { what, .. }) if what == "hidden_size"));
+        assert!(matches!(refused, Err(Error::Refused { what, expected, found, .. })
+            if (&*what, &*expected, &*found) == ("hidden_size", "8", "10")));
         let local = Expected { tokenizer: Some("u".into()), ..want.clone() };
         let refused = compare("e", &want, &model, &server, Some(&local));
         assert!(matches!(refused, Err(Error::Refused { what, .. }) if what == "tokenizer digest"));

@@ -113,7 +113,6 @@ async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
 fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Result<Identity> {
     let check = Check { engine };
     if let Some(local) = local {
-        check.equal("architectures", &expected.config.architecture, &local.config.architecture)?;
         check.equal("torch_dtype", expected.config.dtype.name(), local.config.dtype.name())?;
         check.config(expected, local)?;
     }
@@ -130,7 +129,7 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
-        quantized: false,
+        no_checksums: Some("the checksums of vllm are not known here".into()),
         load_format: None,
         loads_only: None,
         flushes: false,

@@ -10,8 +10,11 @@ use driftless_bridge::engine::PauseMode;
 use driftless_store::wait::Stop;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate as _, Limit};
+use driftless_transport::manifest::Manifest;
 
-use driftless_testkit::sglang::{Fake, Fault, SHORT, checkpoint, patient, short, version, write};
+use driftless_testkit::sglang::{
+    Fake, Fault, SHORT, checkpoint, odd_checkpoint, odd_version, patient, short, version, write,
+};
 
 use crate::scene;
 
@@ -34,7 +37,25 @@ impl Scene {
     fn with(options: DiskOptions) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
-        let (next, manifest) = version(dir.path());
+        let version = version(dir.path());
+        Self::serving(fake, version, options, dir)
+    }
+
+    /// An engine of a family that nothing here knows.
+    fn odd() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake::start(&odd_checkpoint(&dir.path().join("a"), 1));
+        let version = odd_version(dir.path());
+        Self::serving(fake, version, DiskOptions::default().with_client(patient()), dir)
+    }
+
+    fn serving(
+        fake: Fake,
+        version: (Checkpoint, Manifest),
+        options: DiskOptions,
+        dir: tempfile::TempDir,
+    ) -> Self {
+        let (next, manifest) = version;
         let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
         fake.engine().truths.insert(manifest.label(), next.dir().into());
         Self::of(fake, activator, (next, manifest), dir)
@@ -68,6 +89,36 @@ fn the_order_of_calls() {
     assert_eq!(body["weight_version"], format!("{}?partial", scene.label), "not looked at yet");
     assert_eq!(body["model_path"], scene.next.dir().to_str().unwrap());
     assert_eq!(body.get("load_format"), None);
+}
+
+#[test]
+fn engine_of_an_unknown_family_loads_and_is_not_asked_for_checksums() {
+    let mut scene = Scene::odd();
+    scene.activate().unwrap();
+    scene.serves();
+    assert_eq!(scene.transaction(), ORDER);
+    assert!(scene.engine.engine().keys.iter().all(|(path, _)| path != "/weights_checker"));
+}
+
+#[test]
+fn tensors_of_an_unknown_family_need_the_dtype_of_the_engine() {
+    let mut scene = Scene::odd();
+    let path = scene.next.dir().join("config.json");
+    let other = std::fs::read_to_string(&path).unwrap().replace("bfloat16", "float16");
+    for dir in [scene.next.dir(), &scene.engine.engine().started_with.clone()] {
+        std::fs::write(dir.join("config.json"), &other).unwrap();
+    }
+    scene.next = Checkpoint::open(scene.next.dir()).unwrap();
+    match scene.fails() {
+        Error::Checkpoint { expected, found, .. } => {
+            assert_eq!(
+                (expected.as_str(), found.as_str()),
+                ("F16, as config.json and the engine have it", "BF16")
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(scene.transaction(), Vec::<String>::new(), "nothing was posted");
 }
 
 #[test]

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use driftless_bridge::engine::{Attached, PauseMode};
 use driftless_bridge::sglang::Client;
 use driftless_bridge::{Error, Expected, GenerateRequest, Keys, Rid, SamplingParams};
+use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use driftless_testkit::sglang::{Fake, Fault, SHORT, checkpoint, patient, short};
+use driftless_testkit::sglang::{Fake, Fault, SHORT, checkpoint, odd_checkpoint, patient, short, write};
 
 fn fake() -> (Fake, tempfile::TempDir, Client, Runtime) {
     let dir = tempfile::tempdir().unwrap();
@@ -128,6 +129,37 @@ fn an_engine_of_another_model_is_refused() {
             assert!(engine.contains(&fake.address.to_string()));
             assert_eq!((what.as_str(), expected.as_str(), found.as_str()), ("hidden_size", "8", "4"));
         }
+        found => panic!("{found:?}"),
+    }
+}
+
+#[test]
+fn an_engine_of_an_unknown_family_is_compared_by_both_configs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = odd_checkpoint(&dir.path().join("a"), 1);
+    let fake = Fake::start(&path);
+    let (client, runtime) =
+        (Client::new(&fake.address.to_string(), patient()).unwrap(), Runtime::new().unwrap());
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap();
+    let mut attach = |field: &str, value: Value| {
+        config[field] = value;
+        let other = write(&dir.path().join(field), 2, 4, &config);
+        let expected = Expected::from_checkpoint(&other).unwrap();
+        runtime
+            .block_on(Attached::attach(Arc::new(client.clone()), &expected))
+            .map(|attached| attached.identity().clone())
+    };
+    let identity = attach("transformers_version", json!("5.19")).unwrap();
+    assert!(identity.config_compared);
+    match attach("num_experts", json!(8)) {
+        Err(Error::Refused { what, expected, found, .. }) => {
+            assert_eq!((what.as_str(), expected.as_str(), found.as_str()), ("num_experts", "8", "4"));
+        }
+        found => panic!("{found:?}"),
+    }
+    match attach("rope_parameters", json!({"rope_theta": 1e4})) {
+        Err(Error::Refused { what, .. }) => assert_eq!(what, "num_experts, rope_parameters.rope_theta"),
         found => panic!("{found:?}"),
     }
 }

@@ -13,7 +13,16 @@ use serde_json::{Value, json};
 /// A checkpoint in `directory/b`, with other weights than seed 1 gives, and its manifest as a version of a
 /// run.
 pub fn version(directory: &Path) -> (Checkpoint, Manifest) {
-    let next = Checkpoint::open(checkpoint(&directory.join("b"), 2, 4)).unwrap();
+    version_of(directory, &checkpoint(&directory.join("b"), 2, 4))
+}
+
+/// The same of a family that nothing here knows.
+pub fn odd_version(directory: &Path) -> (Checkpoint, Manifest) {
+    version_of(directory, &odd_checkpoint(&directory.join("b"), 2))
+}
+
+fn version_of(directory: &Path, next: &Path) -> (Checkpoint, Manifest) {
+    let next = Checkpoint::open(next).unwrap();
     let run = PublisherOptions::new("test", Start::NewRun, directory.join("baseline"));
     let mut publisher = Publisher::open(Arc::new(Memory::new()), run).unwrap();
     let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
@@ -27,6 +36,13 @@ pub fn checkpoint(directory: &Path, seed: u8, hidden: u64) -> PathBuf {
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10, "tie_word_embeddings": true,
         "torch_dtype": "bfloat16"});
     write(directory, seed, hidden, &config)
+}
+
+/// A checkpoint of a family that nothing here knows, as some of its fields have it.
+pub fn odd_checkpoint(directory: &Path, seed: u8) -> PathBuf {
+    let config = json!({"architectures": ["OddMoeForCausalLM"], "num_experts": 4, "rope_parameters": {"rope_theta": 1e6},
+        "vocab_size": 10, "dtype": "bfloat16"});
+    write(directory, seed, 4, &config)
 }
 
 /// The same, with a config that need not fit.

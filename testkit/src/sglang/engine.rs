@@ -67,7 +67,7 @@ impl Engine {
             most_generating: 0,
             pushes: Receiver::default(),
             memory: Memory::default(),
-            state: Arc::new(ServerState::new(Facts::new(launched, "Qwen3ForCausalLM"))),
+            state: Arc::new(ServerState::new(Facts::new(launched, architecture_of(checkpoint)))),
         }
     }
 
@@ -134,6 +134,12 @@ impl Engine {
         }
         sums
     }
+}
+
+fn architecture_of(checkpoint: &Path) -> String {
+    let config = std::fs::read(checkpoint.join("config.json")).unwrap();
+    let config: Value = serde_json::from_slice(&config).unwrap();
+    config["architectures"][0].as_str().unwrap().to_owned()
 }
 
 /// A checksum that no tensor has.

@@ -20,7 +20,7 @@ use driftless_bridge::sglang::server::{Server, ServerOptions};
 use serde_json::Value;
 use tokio::net::TcpSocket;
 
-pub use checkpoint::{checkpoint, version, write};
+pub use checkpoint::{checkpoint, odd_checkpoint, odd_version, version, write};
 pub use engine::Engine;
 use engine::Scripted;
 pub use fault::Fault;

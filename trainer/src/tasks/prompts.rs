@@ -91,5 +91,6 @@ pub(crate) fn vocabulary(checkpoint: &Path) -> Result<Option<u64>> {
     let bytes = regular::read(&path).map_err(io("read", &path))?;
     let config: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|source| Error::Json { path: path.clone(), source })?;
-    Ok(config["vocab_size"].as_u64())
+    // A model that takes images too says it of its language model.
+    Ok(config["text_config"]["vocab_size"].as_u64().or_else(|| config["vocab_size"].as_u64()))
 }

@@ -5,7 +5,7 @@ use driftless_transport::snapshot::TensorInfo;
 
 use super::pickle::{Global, Pickle};
 use super::{CudaPlace, Place};
-use crate::engine::model::torch_name;
+use crate::engine::torch_name;
 use crate::error::Result;
 use crate::push::Bucket;
 use crate::push::bucket::byte_len;

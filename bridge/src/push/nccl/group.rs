@@ -10,7 +10,7 @@ use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Handle;
 
 use super::{Meeting, Rendezvous, RendezvousOptions, Root};
-use crate::engine::model::torch_name;
+use crate::engine::torch_name;
 use crate::error::{Error, Result};
 use crate::push::{Bucket, Calls, Member, Push, Pushed, begin_sessions, end_sessions, plan};
 use crate::sglang::wire::{DistributedUpdate, GroupInit};

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{Checksums, Completion, Ended, Facts, Updated};
-use crate::engine::model::hex;
+use crate::engine::hex;
 use crate::sglang::dialect::{Dialect, Feature};
 
 /// An answer that is not the one asked for.

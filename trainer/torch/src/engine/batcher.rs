@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use driftless_bridge::engine::ModelConfig;
+use driftless_bridge::engine::{Fusing, ModelConfig};
 use driftless_bridge::sglang::server::Ended;
 use driftless_bridge::sglang::{Dialect, Feature};
 use tch::{Device, Kind, Tensor};
@@ -22,8 +22,8 @@ const ROW_TOKENS_MIN: usize = 32;
 /// Runs requests on a model, batching all that are in progress.
 pub(super) struct Batcher {
     pub(super) model: Model,
-    /// What follows from the model's config for checksums, or why nothing does.
-    pub(super) config: Result<ModelConfig, String>,
+    /// How SGLang fuses the model's tensors, as checksums have it, or why that is not known.
+    pub(super) fusing: Result<Fusing, String>,
     pub(super) running: Vec<Sequence>,
     pub(super) waiting: VecDeque<Sequence>,
     /// Name of the weights.
@@ -50,8 +50,9 @@ impl Batcher {
     pub(super) fn new(model: Model, options: &EngineOptions) -> Result<Self> {
         let path = options.model_path.join("config.json");
         let bytes = std::fs::read(&path).map_err(io("read", &path))?;
+        let config = ModelConfig::parse(&path, &bytes).map_err(|error| error.to_string());
         Ok(Self {
-            config: ModelConfig::parse(&path, &bytes).map_err(|error| error.to_string()),
+            fusing: config.and_then(|config| config.fusing().cloned().map_err(str::to_owned)),
             cache: model.cache(0)?,
             model,
             running: Vec::new(),

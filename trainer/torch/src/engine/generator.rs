@@ -113,7 +113,7 @@ impl Generator for Batcher {
     }
 
     fn checksums(&mut self) -> Result<Checksums, String> {
-        checksums_of(self.config.as_ref().map_err(String::clone)?, |name| {
+        checksums_of(self.fusing.as_ref().map_err(String::clone)?, |name| {
             let found = self.model.parameters().iter().find(|parameter| parameter.name == name);
             let parameter = found.ok_or_else(|| format!("the model has no {name}"))?;
             bytes_of(&parameter.tensor).map(Cow::Owned).map_err(|error| chain_text(&error))
