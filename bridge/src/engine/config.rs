@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn language_model_of_a_model_with_images_says_its_dtype_and_vocabulary() {
+    fn language_model_of_a_model_with_images_says_its_dtype() {
         let config = parse(
             &json!({"architectures": ["OddForConditionalGeneration"], "auto_map": {"AutoConfig": "x.Y"},
             "vision_config": {"hidden_size": 4}, "dtype": "float32", "text_config": {"dtype": "bfloat16", "vocab_size": 70}}),

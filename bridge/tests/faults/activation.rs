@@ -92,7 +92,7 @@ fn the_order_of_calls() {
 }
 
 #[test]
-fn engine_of_an_unknown_family_loads_and_is_not_asked_for_checksums() {
+fn engine_of_an_unknown_family_loads_without_checksums() {
     let mut scene = Scene::odd();
     scene.activate().unwrap();
     scene.serves();
