@@ -11,7 +11,7 @@ use driftless::transport::Checkpoint;
 use driftless::transport::snapshot::{Snapshot as _, TensorInfo};
 use driftless::transport::tied::is_head;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyBytes, PyDict, PyString};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -143,13 +143,54 @@ impl LiveModel {
         };
         let done = py.detach(|| self.model.patch(label, vote));
         if let Some(key) = moved {
-            return Err(error::own("RefusedError", format!("`{key}` is not where it was learned")));
+            return Err(has_moved(&key));
         }
         match (failed, done) {
             (Some(error), _) => Err(error),
             (None, done) => Ok(done.map_err(refused)?.map(Patch)),
         }
     }
+
+    fn announce_compare(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.model.announce_compare()).map_err(refused)
+    }
+
+    fn compare(
+        &self,
+        py: Python<'_>,
+        label: &str,
+        directory: PathBuf,
+        sample: Option<u64>,
+        least: Option<Py<PyAny>>,
+    ) -> PyResult<String> {
+        let (moved, mut failed) = (self.moved(py)?, None);
+        let agree = |mut said: Vec<u8>| {
+            if moved.is_some() {
+                said.fill(0);
+            }
+            let Some(least) = &least else { return said };
+            let agreed = Python::attach(|py| {
+                let agreed = least.call1(py, (PyBytes::new(py, &said),))?;
+                Ok::<_, PyErr>(agreed.cast_bound::<PyBytes>(py)?.as_bytes().to_vec())
+            });
+            agreed.unwrap_or_else(|error| {
+                failed = Some(error);
+                Vec::new()
+            })
+        };
+        let done = py.detach(|| self.model.compare(label, &directory, sample, agree));
+        if let Some(key) = moved {
+            return Err(has_moved(&key));
+        }
+        match (failed, done) {
+            (Some(error), _) => Err(error),
+            (None, done) => Ok(PluginReply::Compared(done.map_err(refused)?).to_string()),
+        }
+    }
+}
+
+fn has_moved(key: &str) -> PyErr {
+    error::own("RefusedError", format!("`{key}` is not where it was learned"))
 }
 
 impl LiveModel {

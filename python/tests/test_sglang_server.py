@@ -68,6 +68,18 @@ class Sglang(Server):
         request = {"model_path": str(checkpoint), "weight_version": label, "flush_cache": False}
         self.call("/update_weights_from_disk", request)
 
+    def compare(self, checkpoint: Path, label: str, sample: int | None = None) -> dict:
+        """What the plugin says of the weights and a checkpoint. SGLang says that nothing was updated."""
+        manifest = {"driftless": "compare", "sample": sample}
+        request = {"model_path": str(checkpoint), "weight_version": label, "flush_cache": False, "manifest": manifest}
+        with pytest.raises(AssertionError) as raised:
+            self.call("/update_weights_from_disk", request)
+        _, status, said = raised.value.args[0]
+        assert status == 400
+        said = json.loads(json.loads(said)["message"].removeprefix("driftless: "))
+        assert said["compared"] == label and said["unreached"] == {"count": 0, "first": []}
+        return said["differing"]
+
     def patched(self) -> int:
         return self.log.read_text().count('driftless: {"patched":')
 
@@ -332,6 +344,44 @@ def test_experts_are_patched(scene):
             scene.server.load(scene.host, scene.label())
             assert scene.server.patched() == count
             scene.assert_as_loaded()
+
+
+@pytest.mark.parametrize("scene", ["untied", "moe"], indirect=True)
+def test_comparison_names_what_somebody_else_loaded(scene, tmp_path):
+    server, host = scene.server, tmp_path / "host"
+    assert server.told()["compares"]
+    follower = driftless_rl.Follower(
+        scene.store.url, "run", host, hf_checkpoint=scene.base, plugin_dir=server.plugins
+    )
+    with follower:
+        follower.advance()
+        server.load(host, scene.label())
+        patched, first = server.patched(), scene.label()
+        assert server.compare(host, first)["count"] == 0, "a load"
+        scene.publish(0.02)
+        follower.advance()
+        label = scene.label()
+        until("prepared delta", MOVED, lambda: (label, None) in told(server))
+        server.load(host, label)
+        assert server.patched() == patched + 1
+        serving, sums = server.call("/model_info"), server.sums()
+        with server.generating():
+            assert server.compare(host, label)["count"] == 0, "a patch"
+            assert server.compare(host, label, sample=7)["count"] == 0
+        assert (server.call("/model_info"), server.sums()) == (serving, sums)
+        # Somebody else has it load other weights: the label stays.
+        server.call("/update_weights_from_disk", {"model_path": str(scene.base), "flush_cache": False})
+        assert server.label() == label
+        for sample in (None, 0, 1):
+            found = server.compare(host, label, sample)
+            assert found["count"] > 5 and set(found["first"]) <= scene.tensors.keys()
+        server.load(host, label)
+        assert server.compare(host, label)["count"] == 0
+
+
+def told(server: Sglang) -> list[tuple]:
+    """Of each delta that it was offered, the label, and why it is not prepared."""
+    return [(told["target"], told["why_not"]) for told in server.told()["deltas"].values()]
 
 
 @pytest.mark.parametrize("scene", ["untied"], indirect=True)

@@ -247,6 +247,26 @@ def test_engine_that_cannot_be_patched_says_why_and_goes_on(host, engine, why):
     host.refuses(host.step(), "no delta from the live version")
 
 
+def test_worker_compares_its_weights_with_a_checkpoint(host):
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def compared(directory: str) -> dict:
+        said = WorkerBase.driftless_compare(worker, "a:1", str(host.checkpoint.parent / directory))
+        return json.loads(said.removeprefix("driftless: "))
+
+    host.start()
+    worker = SimpleNamespace(weight_transfer_engine=host.engine)
+    assert "is not known" in compared("base")["refused"], "no follower has said what it loaded"
+    host.loaded(host.label())
+    assert host.said()["compares"]
+    assert (compared("base")["compared"], compared("base")["differing"]["count"]) == ("a:1", 0)
+    label = host.step()
+    host.told(None)
+    host.update(label)
+    assert compared("host")["differing"]["count"] == 0 < compared("base")["differing"]["count"]
+    assert "no such file" in compared("none")["refused"]
+
+
 def test_engine_that_was_shut_down_learns_anew(host):
     host.start()
     host.loaded(host.label())

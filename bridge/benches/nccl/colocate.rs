@@ -39,13 +39,8 @@ pub(crate) fn run(url: &str, a: &Path, b: &Path) {
         let sums = [a, b].map(|directory| {
             let begin = Instant::now();
             let (model_path, load_format) = (directory.into(), None);
-            let update = DiskUpdate {
-                model_path,
-                load_format,
-                weight_version: None,
-                flush_cache: false,
-                only_patch: false,
-            };
+            let update =
+                DiskUpdate { model_path, load_format, weight_version: None, flush_cache: false, only: None };
             runtime.block_on(client.update_weights_from_disk(&update)).unwrap();
             println!("loaded from disk in {:.3} s", begin.elapsed().as_secs_f64());
             runtime.block_on(client.checksums()).unwrap()

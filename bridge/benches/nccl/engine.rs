@@ -31,7 +31,7 @@ impl Engine {
             load_format: None,
             weight_version: None,
             flush_cache: false,
-            only_patch: false,
+            only: None,
         };
         self.runtime.block_on(self.client.update_weights_from_disk(&update)).unwrap();
         begin.elapsed().as_secs_f64()

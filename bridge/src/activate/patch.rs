@@ -43,7 +43,8 @@ pub(super) async fn running(
     }
 }
 
-fn request<'a>(plan: &'a Plan<'_>) -> Reload<'a> {
+/// What an engine's plugin is asked for.
+pub(super) fn request<'a>(plan: &'a Plan<'_>) -> Reload<'a> {
     let Plan { label, directory, pause, identity, .. } = plan;
     Reload { directory, label, pause: *pause, identity }
 }

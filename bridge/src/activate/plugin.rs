@@ -12,8 +12,8 @@ use driftless_store::os::regular;
 use driftless_transport::activate::Limit;
 use driftless_transport::prepared::{self, PreparedDelta, offer_path, offered};
 
-use super::Plan;
-use crate::engine::Engine;
+use super::{Plan, patch};
+use crate::engine::{Comparison, Engine};
 use crate::error::{Error, Result};
 use crate::live::Rank;
 use crate::live::rank::{FORMAT, Process, RankFile, Told, server_path};
@@ -135,6 +135,45 @@ impl Offered {
     }
 }
 
+/// Has the plugin at each rank of an engine, paused or not, compare its weights with the plan's checkpoint, which has the
+/// version and is not written meanwhile: all of them, for which the engine stands still up to seconds, or a sample of
+/// milliseconds, another one for each number.
+///
+/// # Errors
+/// The call's own failures. An engine whose plugin cannot compare is none.
+#[cfg_attr(not(test), expect(dead_code, reason = "activations ask for it next"))]
+pub(super) async fn compare(
+    engine: &dyn Engine,
+    plan: &Plan<'_>,
+    options: &PluginOptions,
+    sample: Option<u64>,
+) -> Result<Comparison> {
+    match compares(engine, plan.identity.tp, options) {
+        Ok(()) => engine.compare(patch::request(plan), sample).await,
+        Err(Unready::Without(why) | Unready::Unable(why) | Unready::Unprepared(why)) => {
+            Ok(Comparison::Cannot { why })
+        }
+    }
+}
+
+/// Refuses an engine that would take the call for a comparison for another one.
+fn compares(engine: &dyn Engine, ranks: u32, options: &PluginOptions) -> Result<(), Unready> {
+    let port = port(engine).ok_or_else(|| Unready::Without(format!("{} has no port", engine.url())))?;
+    prepared::check_dir(&options.dir).map_err(|error| Unready::Without(error.to_string()))?;
+    for rank in 0..ranks {
+        let said = read(&Rank { port, number: rank, of: ranks }.path(&options.dir), rank, ranks)?;
+        if !said.compares {
+            let why =
+                "the plugin in the engine, or the engine, is of an older release, which does not compare";
+            return Err(Unready::Unable(format!("rank {rank}: {why}")));
+        }
+    }
+    if engine.waits_for_requests() && !hands_on(engine, options) {
+        return Err(Unready::Without("the process of the engine's HTTP server has no plugin".into()));
+    }
+    Ok(())
+}
+
 /// Whether the process of the engine's HTTP server has the plugin too, which hands on patches without a pause.
 pub(super) fn hands_on(engine: &dyn Engine, options: &PluginOptions) -> bool {
     let read = |port| regular::read(&server_path(&options.dir, port)).ok();
@@ -178,7 +217,13 @@ fn read(path: &Path, rank: u32, ranks: u32) -> Result<RankFile, Unready> {
 
 #[cfg(test)]
 mod tests {
+    use driftless_testkit::sglang::{Fake, Fault, checkpoint};
+    use driftless_testkit::vllm::{self, Vllm};
+    use driftless_transport::Checkpoint;
+    use serde_json::{Value, json};
+
     use super::*;
+    use crate::engine::{Expected, PauseMode};
     use crate::live::rank::started;
 
     #[test]
@@ -210,5 +255,106 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let said = read(&path, 0, 2).unwrap_err();
         assert!(matches!(&said, Unready::Without(why) if why.contains("cannot read")), "{said:?}");
+    }
+    /// What a comparison becomes at an engine whose rank says something, and whose server hands on or not; and the body of
+    /// the call that it got.
+    fn compared(says: Value, hands_on: bool, fault: Fault) -> (Result<Comparison>, Option<Value>) {
+        let dir = tempfile::tempdir().unwrap();
+        let place = checkpoint(&dir.path().join("a"), 1, 4);
+        let fake = Fake::start(&place);
+        fake.fault("POST /update_weights_from_disk", fault);
+        let options = PluginOptions::new(dir.path().join("plugins"));
+        let (port, start) = (fake.address.port(), started(std::process::id()).unwrap());
+        let rank = Rank { port, number: 0, of: 1 };
+        rank.refuse(&options.dir, "made anew").unwrap();
+        let mut told =
+            json!({"format": 2, "pid": std::process::id(), "start": start, "ranks": 1, "deltas": {}});
+        told.as_object_mut().unwrap().extend(says.as_object().unwrap().clone());
+        std::fs::write(rank.path(&options.dir), told.to_string()).unwrap();
+        if hands_on {
+            crate::live::announce_server(&options.dir, port).unwrap();
+        }
+        let engine = crate::connect(&fake.address.to_string(), Default::default()).unwrap();
+        let open = Checkpoint::open(&place).unwrap();
+        let (limit, label) = (Limit::within(Duration::from_secs(60)), "a:1");
+        let expected = Expected::from_checkpoint(&place).unwrap();
+        let runtime = driftless_http::runtime::handle().unwrap();
+        let found = driftless_http::runtime::wait(&runtime, async {
+            let identity = &engine.identify(&expected).await?;
+            let (directory, pause) = (place.clone(), PauseMode::InPlace);
+            let plan = Plan { label, directory, identity, pause, checkpoint: &open, limit: &limit };
+            compare(&*engine, &plan, &options, Some(3)).await
+        });
+        let calls = fake.engine().calls.clone();
+        (found, calls.into_iter().find(|(path, _)| path == "/update_weights_from_disk").map(|(_, body)| body))
+    }
+
+    const COMPARED: &str = r#"driftless: {"compared":"a:1","tensors":9,"bytes":4096,"differing":{"count":1,"first":["w"]},"unreached":{"count":0,"first":[]},"took_us":77}"#;
+
+    fn answer(status: u16, message: &str) -> Fault {
+        Fault::Answer(status, json!({"success": status == 200, "message": message}).to_string())
+    }
+
+    #[test]
+    fn only_a_plugin_that_says_so_is_asked_to_compare() {
+        for (says, hands_on, expected) in [
+            (json!({"compares": true}), false, "the engine's HTTP server has no plugin"),
+            (json!({"compares": false}), true, "of an older release, which does not compare"),
+            (json!({}), true, "of an older release, which does not compare"),
+            (json!({"compares": true, "why_not": "packed"}), true, "packed"),
+            (json!({"compares": true, "start": 1}), true, "has ended"),
+            (json!({"compares": true, "format": 1}), true, "format 1"),
+        ] {
+            let (found, asked) = compared(says, hands_on, answer(400, COMPARED));
+            let found = found.unwrap();
+            assert!(matches!(&found, Comparison::Cannot { why } if why.contains(expected)), "{found:?}");
+            assert_eq!(asked, None, "others take the call for a load");
+        }
+    }
+
+    #[test]
+    fn comparison_is_asked_for_by_a_call_that_no_rank_carries_out() {
+        let says = || json!({"compares": true});
+        let (found, asked) = compared(says(), true, answer(400, COMPARED));
+        let Comparison::Compared(found) = found.unwrap() else { panic!("it compared") };
+        assert_eq!((found.tensors, found.is_equal(), found.took()), (9, false, Duration::from_micros(77)));
+        let asked = asked.unwrap();
+        assert_eq!(asked["manifest"], json!({"driftless": "compare", "sample": 3}));
+        assert_eq!((&asked["weight_version"], &asked["flush_cache"]), (&json!("a:1"), &json!(false)));
+        let refused = r#"driftless: {"label":"a:1","refused":"no such file"}"#;
+        let found = compared(says(), true, answer(400, refused)).0.unwrap();
+        assert_eq!(found, Comparison::Cannot { why: "no such file".into() });
+        for (status, message) in
+            [(200, COMPARED), (200, ""), (400, ""), (400, &COMPARED.replace("a:1", "a:2")), (500, COMPARED)]
+        {
+            let found = compared(says(), true, answer(status, message)).0;
+            assert!(matches!(found, Err(Error::Refused { .. } | Error::Status { .. })), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn a_worker_of_vllm_is_asked_to_compare_by_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = checkpoint(&dir.path().join("a"), 1, 4);
+        let vllm = Vllm::start(&place);
+        let runtime = driftless_http::runtime::handle().unwrap();
+        let engine = crate::connect(&vllm.url(), Default::default()).unwrap();
+        let expected = Expected::from_checkpoint(&place).unwrap();
+        let identity = driftless_http::runtime::wait(&runtime, engine.identify(&expected)).unwrap();
+        let ask = |body: String| {
+            vllm.fault("POST /collective_rpc", vllm::Fault::Answer(200, body.leak()));
+            let (directory, label, pause) = (place.as_path(), "a:1", PauseMode::InPlace);
+            let load = crate::engine::Reload { directory, label, pause, identity: &identity };
+            driftless_http::runtime::wait(&runtime, engine.compare(load, None))
+        };
+        let found = ask(json!({"results": [COMPARED]}).to_string()).unwrap();
+        assert!(matches!(found, Comparison::Compared(found) if found.differing.to_string() == "w"));
+        let refused = json!({"results": [r#"driftless: {"label":"a:1","refused":"no"}"#]});
+        assert_eq!(ask(refused.to_string()).unwrap(), Comparison::Cannot { why: "no".into() });
+        for results in [json!([]), json!([null]), json!([COMPARED.replace("a:1", "b:1")]), json!(["done"])] {
+            let found = ask(json!({"results": results}).to_string());
+            assert!(matches!(found, Err(Error::Reply { .. })), "{found:?}");
+        }
+        assert!(vllm.server().calls.iter().all(|call| call.ends_with(" driftless_compare")));
     }
 }

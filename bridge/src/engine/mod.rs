@@ -43,6 +43,7 @@ pub(crate) use tensors::{check_tensors, check_tied};
 
 use crate::error::{Error, Result};
 use crate::http::excerpt;
+use crate::live::{Compared, PatchRefused};
 
 /// How often what an engine refuses for a moment is tried again, and how long apart. An engine answers a
 /// request slightly before it drops it, so the first flush after an abort may come too early.
@@ -125,6 +126,22 @@ pub trait Engine: fmt::Debug + Send + Sync {
         Box::pin(async { Ok(None) })
     }
 
+    /// Has the plugin of an engine, paused or not, compare its weights with the checkpoint of `load`, byte for byte: all
+    /// that its map has, or a sample, another one for each number. Nothing changes there.
+    ///
+    /// Only an engine whose plugin says that it compares may be asked: others take the call for a load.
+    fn compare<'a>(&'a self, load: Reload<'a>, sample: Option<u64>) -> Answer<'a, Comparison> {
+        let _ = (load, sample);
+        let why = format!("the plugin of {} does not compare", self.kind());
+        Box::pin(async { Ok(Comparison::Cannot { why }) })
+    }
+
+    /// Whether a plugin's call to an engine that is not paused waits for its requests, unless the server's process has the
+    /// plugin too.
+    fn waits_for_requests(&self) -> bool {
+        false
+    }
+
     /// What the engine has to report of its weights once it holds a snapshot, which has to be of the model that it
     /// said it is. All of the snapshot is read; `place` names it in errors.
     ///
@@ -180,6 +197,24 @@ pub enum Patched {
     Untouched,
     /// There was nothing prepared: it loaded the checkpoint.
     Loaded,
+}
+
+/// What became of a comparison by an engine's plugin.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Comparison {
+    /// Each rank compared its weights.
+    Compared(Compared),
+    /// Nothing was compared.
+    Cannot {
+        /// Why not.
+        why: String,
+    },
+}
+
+impl From<PatchRefused> for Comparison {
+    fn from(refused: PatchRefused) -> Self {
+        Self::Cannot { why: excerpt(refused.refused.as_bytes()) }
+    }
 }
 
 /// What a pause does with running requests. New ones wait in every mode, unanswered, until generation

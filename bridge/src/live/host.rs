@@ -2,13 +2,14 @@
 
 #![allow(unsafe_code, reason = "the weights are another program's memory")]
 
+use std::slice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 use driftless_transport::prepared::{PreparedArrays, PreparedDelta};
 
 use super::layout::Layout;
-use super::memory::{Found, Memory};
+use super::memory::{Found, Memory, Piece};
 use super::part::{BLOCK_CHANGES, ONE_IN, Part, Parts};
 use crate::error::{Error, Result};
 
@@ -48,6 +49,27 @@ impl Memory for Host {
             let _ = ready.as_ref().map(|(_, parts)| unsafe { run(parts, Task::TakeBack) });
         }
         written
+    }
+
+    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>], bytes: &[u8]) -> Result<Found> {
+        let mut found = Found::default();
+        for (index, piece) in pieces.iter().enumerate() {
+            let (mut others, width) = (0, piece.info.dtype.size());
+            for (live, view) in layout.places(piece.info)? {
+                view.runs(&piece.among(), &mut |from, to, run| {
+                    let start = piece.at + ((from - piece.first) * width) as usize;
+                    let expected = &bytes[start..start + (run * width) as usize];
+                    // SAFETY: the view fits in the storage, which the layout's maker promised; the engine, which alone
+                    // writes there, stands still.
+                    let held = unsafe {
+                        slice::from_raw_parts((live.address + to * width) as *const u8, expected.len())
+                    };
+                    others += u64::from(held != expected);
+                });
+            }
+            found = found.and(Found::of(others, index));
+        }
+        Ok(found)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Where a model keeps the elements of its checkpoint's tensors.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
@@ -53,7 +54,7 @@ pub struct LiveCopy {
 pub struct Layout {
     tensors: BTreeMap<String, Placed>,
     live: Vec<LiveTensor>,
-    ties_head: bool,
+    pub(super) ties_head: bool,
 }
 
 /// A tensor of the checkpoint, and the places of its copies.
@@ -137,6 +138,11 @@ impl Layout {
         Ok(placed.places.iter().filter_map(|(live, view)| Some((self.live.get(*live)?, view))))
     }
 
+    /// The tensors of the model's checkpoint that are here, or parts of them.
+    pub(super) fn held(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.tensors.values().filter(|placed| !placed.places.is_empty()).map(|placed| &placed.info)
+    }
+
     /// Copies that there are.
     #[cfg(feature = "cuda")]
     pub(super) fn copies(&self) -> usize {
@@ -186,6 +192,17 @@ impl View {
         (joined.len() <= DIMS_MAX).then_some(Self { from: from.offset, to: to.offset, dims: joined })
     }
 
+    /// The elements of the tensor that it begins and ends with.
+    pub(super) fn span(&self) -> Range<u64> {
+        self.from..self.from + span(&self.dims)
+    }
+
+    /// Of its elements that are among some of the tensor, each unbroken run: where it begins in the tensor, where in
+    /// the storage, and how many it has.
+    pub(super) fn runs(&self, among: &Range<u64>, each: &mut dyn FnMut(u64, u64, u64)) {
+        runs(&self.dims, (self.from, self.to), among, each);
+    }
+
     /// Whether it lies within a tensor and a storage of so many elements.
     fn fits(&self, elements: u64, held: u64) -> bool {
         let last = |offset: u64, which: usize| {
@@ -194,5 +211,32 @@ impl View {
         };
         last(self.from, 0).is_some_and(|last| last < elements)
             && last(self.to, 2).is_some_and(|last| last < held)
+    }
+}
+
+/// Elements from the first to the last of nested dimensions.
+fn span(dims: &[[u64; 3]]) -> u64 {
+    dims.iter().map(|[stride, size, _]| stride * (size - 1)).sum::<u64>() + 1
+}
+
+/// [`View::runs`] of the dimensions from a place on.
+fn runs(dims: &[[u64; 3]], at: (u64, u64), among: &Range<u64>, each: &mut dyn FnMut(u64, u64, u64)) {
+    let (from, to) = at;
+    match dims {
+        [] if among.contains(&from) => each(from, to, 1),
+        [] => {}
+        [[1, size, 1]] => {
+            let (start, end) = (from.max(among.start), (from + size).min(among.end));
+            if start < end {
+                each(start, to + start - from, end - start);
+            }
+        }
+        [[stride, size, step], inner @ ..] => {
+            let first = among.start.saturating_sub(from + span(inner) - 1).div_ceil(*stride);
+            let end = among.end.saturating_sub(from).div_ceil(*stride).min(*size);
+            for index in first..end {
+                runs(inner, (from + index * stride, to + index * step), among, each);
+            }
+        }
     }
 }

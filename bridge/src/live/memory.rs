@@ -1,14 +1,17 @@
 //! The memory that weights lie in.
 
+use std::ops::Range;
+
 use driftless_transport::prepared::PreparedDelta;
+use driftless_transport::snapshot::TensorInfo;
 
 use super::layout::Layout;
 use crate::error::Result;
 
 /// The memory that weights lie in, and what is prepared for them.
 ///
-/// Both calls return the values that are not the delta's old ones. The engine generates during the first and
-/// stands still during the second.
+/// The calls return the values that are not those expected. The engine generates during the first and stands still
+/// during the others.
 pub(super) trait Memory: Send {
     /// Readies a delta in place of the one before, and compares some of its old values with the weights: the first
     /// of each copy, and of those behind them a sample. Returns how many elements it changes, too.
@@ -17,6 +20,29 @@ pub(super) trait Memory: Send {
     /// Writes what is ready where the old values are, once, and asks whether it stays. If it does not, if a value is another one, or an
     /// error happens, all is taken back.
     fn write(&mut self, stays: &mut dyn FnMut(&Result<Found>) -> bool) -> Result<Found>;
+
+    /// Compares pieces of tensors with all copies of their elements. What is ready stays so.
+    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>], bytes: &[u8]) -> Result<Found>;
+}
+
+/// Elements of a tensor, as a checkpoint has them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece<'a> {
+    /// The tensor, in the form that the layout knows.
+    pub(super) info: &'a TensorInfo,
+    /// The first element.
+    pub(super) first: u64,
+    /// How many there are.
+    pub(super) elements: u64,
+    /// Where their bytes begin: a multiple of 8.
+    pub(super) at: usize,
+}
+
+impl Piece<'_> {
+    /// The elements.
+    pub(super) fn among(&self) -> Range<u64> {
+        self.first..self.first + self.elements
+    }
 }
 
 /// Values that are not those that were expected.
@@ -24,7 +50,7 @@ pub(super) trait Memory: Send {
 pub(super) struct Found {
     /// How many.
     pub(super) others: u64,
-    /// The first tensor of the delta that has one.
+    /// The first tensor of the delta, or the first piece, that has one.
     pub(super) tensor: usize,
 }
 

@@ -10,8 +10,10 @@
 //! | `part` | brings a delta into the form that threads and kernels carry out |
 //! | `memory`, `host`, `device/` | compare and write weights in the memory of the host or of a CUDA device |
 //! | `rank` | tells followers what a rank can do, and which deltas it has readied |
-//! | `reply` | is what a plugin answers to a call for a patch |
+//! | `compare` | compares weights with a checkpoint |
+//! | `reply` | is what a plugin answers to a call for a patch or a comparison |
 
+mod compare;
 #[cfg(feature = "cuda")]
 mod device;
 mod host;
@@ -37,8 +39,9 @@ use driftless_transport::prepared::{self, PreparedDelta};
 
 pub use layout::{Layout, LiveCopy, LiveTensor, Strides};
 pub use rank::{PLUGIN_DIR, Rank, announce_server, plugin_dir};
-pub use reply::{Cache, PatchDone, PatchRefused, PluginReply};
+pub use reply::{Cache, Compared, Names, PatchDone, PatchRefused, PluginReply};
 
+use self::compare::Wanted;
 use self::host::Host;
 use self::memory::{Found, Memory};
 use self::rank::{RankFile, Told};
@@ -182,6 +185,35 @@ impl LiveModel {
     /// device's errors. The weights of each rank are what they were, as far as its memory could be written to.
     pub fn patch(&self, label: &str, least: impl FnMut(Vote) -> Vote) -> Result<Option<LivePatch>> {
         self.shared.patch(label, least)
+    }
+
+    /// Says that the engine takes calls for [`LiveModel::compare`].
+    ///
+    /// # Errors
+    /// [`Error::Write`] when followers cannot be told.
+    pub fn announce_compare(&self) -> Result<()> {
+        let mut told = self.shared.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.compares = true;
+        told.write(self.shared.rank, &self.shared.dir)
+    }
+
+    /// Compares the weights with those of a checkpoint, byte for byte: all that this rank has, or the sample of a number.
+    /// Nothing changes. The engine stands still.
+    ///
+    /// All ranks of an engine call this together. `agree` is given bytes of this rank, as many as at every other one, and
+    /// returns of each the least of all ranks': up to three times. An engine of one rank returns the bytes.
+    ///
+    /// # Errors
+    /// [`Error::Open`] for a checkpoint that cannot be read; [`Error::Live`] for one of another model or one that changes
+    /// meanwhile, if another rank refuses, and the device's errors.
+    pub fn compare(
+        &self,
+        label: &str,
+        directory: &Path,
+        sample: Option<u64>,
+        agree: impl FnMut(Vec<u8>) -> Vec<u8>,
+    ) -> Result<Compared> {
+        self.shared.compare(&Wanted { label, directory, sample }, agree)
     }
 }
 

@@ -48,6 +48,9 @@ pub(crate) struct RankFile {
     pub(crate) ranks: u32,
     /// Why it never patches.
     pub(crate) why_not: Option<String>,
+    /// Whether it takes calls for a comparison: plugins of before would take them for a load.
+    #[serde(default)]
+    pub(crate) compares: bool,
     /// By the name of the prepared delta's file, what became of it.
     pub(crate) deltas: BTreeMap<String, Told>,
 }
@@ -87,7 +90,7 @@ impl RankFile {
     /// The file of a rank in this process, which has told nothing yet.
     pub(super) fn of(rank: Rank) -> Self {
         let (process, ranks, deltas) = (Process::own(), rank.of, BTreeMap::new());
-        Self { format: FORMAT, process, ranks, why_not: None, deltas }
+        Self { format: FORMAT, process, ranks, why_not: None, compares: false, deltas }
     }
 
     /// Writes it whole; makes the directory, for this user alone.

@@ -1,4 +1,4 @@
-//! What a plugin answers to a call for a patch: one JSON object behind a word, in the middle of what its engine says
+//! What a plugin answers to a call for a patch or a comparison: one JSON object behind a word, in the middle of what its engine says
 //! (`docs/wire/engine.md`). The plugin makes it here, and the follower reads it here.
 
 use std::fmt;
@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::http::excerpt;
 
+/// Names that are told of many.
+const NAMES_MAX: usize = 5;
 /// What the object stands behind.
 const WORD: &str = "driftless: ";
 
@@ -17,7 +19,9 @@ const WORD: &str = "driftless: ";
 pub enum PluginReply {
     /// The weights of every rank are the version's.
     Done(PatchDone),
-    /// Nothing was written at any rank.
+    /// The weights of every rank were compared with a checkpoint.
+    Compared(Compared),
+    /// Nothing was written, or compared, at any rank.
     Refused(PatchRefused),
 }
 
@@ -49,12 +53,39 @@ pub enum Cache {
     Kept,
 }
 
-/// A patch that was not written.
+/// A comparison of live weights with a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Compared {
+    /// Label of the version, as it was asked for.
+    #[serde(rename = "compared")]
+    pub label: String,
+    /// Tensors of the checkpoint of which at least one rank compared something.
+    pub tensors: u64,
+    /// Bytes that this rank read of them.
+    pub bytes: u64,
+    /// The tensors that differ at a rank.
+    pub differing: Names,
+    /// The tensors of the checkpoint that no rank's map has: nothing is known of them.
+    pub unreached: Names,
+    /// Microseconds that it took, for which the engine's thread stood still.
+    pub took_us: u64,
+}
+
+/// Names of tensors.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Names {
+    /// How many there are.
+    pub count: u64,
+    /// The first of them, in order.
+    pub first: Vec<String>,
+}
+
+/// A patch that was not written, or a comparison that was not made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PatchRefused {
     /// Label of the version that was asked for.
     pub label: String,
-    /// Why it was not written.
+    /// Why not.
     pub refused: String,
 }
 
@@ -62,6 +93,43 @@ impl PatchDone {
     /// For how long the engine's thread stood still.
     pub fn stood_still(&self) -> Duration {
         Duration::from_micros(self.stood_still_us)
+    }
+}
+
+impl Compared {
+    /// Whether all that was compared is equal. That is nothing, where nothing was.
+    pub fn is_equal(&self) -> bool {
+        self.differing.count == 0 && self.tensors > 0
+    }
+
+    /// For how long the engine's thread stood still.
+    pub fn took(&self) -> Duration {
+        Duration::from_micros(self.took_us)
+    }
+}
+
+impl Names {
+    /// Counts names, and keeps the first.
+    pub(super) fn of<'a>(names: impl Iterator<Item = &'a str>) -> Self {
+        let mut out = Self::default();
+        for name in names {
+            if out.first.len() < NAMES_MAX {
+                out.first.push(excerpt(name.as_bytes()));
+            }
+            out.count += 1;
+        }
+        out
+    }
+}
+
+/// `a, b and 7 more`.
+impl fmt::Display for Names {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.first.join(", "))?;
+        match self.count.saturating_sub(self.first.len() as u64) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
     }
 }
 
@@ -125,6 +193,25 @@ mod tests {
             PluginReply::find(&format!("driftless: {later}")).is_some(),
             "a field that is new is left out"
         );
+    }
+
+    #[test]
+    fn comparison_is_told_as_an_object_too() {
+        let names = |names: &[&str]| Names::of(names.iter().copied());
+        let (label, tensors, bytes, took_us) = ("a:1".to_owned(), 9, 4096, 77);
+        let (differing, unreached) = (names(&["a", "b", "c", "d", "e", "f", "g"]), names(&[]));
+        let compared = Compared { label, tensors, bytes, differing, unreached, took_us };
+        let text = PluginReply::Compared(compared.clone()).to_string();
+        assert_eq!(
+            text,
+            r#"driftless: {"compared":"a:1","tensors":9,"bytes":4096,"differing":{"count":7,"first":["a","b","c","d","e"]},"unreached":{"count":0,"first":[]},"took_us":77}"#
+        );
+        assert_eq!(PluginReply::find(&text), Some((PluginReply::Compared(compared.clone()), "")));
+        assert_eq!(compared.differing.to_string(), "a, b, c, d, e and 2 more");
+        assert!(!compared.is_equal());
+        let equal = Compared { differing: Names::default(), ..compared };
+        assert!(equal.is_equal());
+        assert!(!Compared { tensors: 0, ..equal }.is_equal(), "nothing was compared");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::part::{BLOCK_CHANGES, ONE_IN};
 use super::*;
 
 /// A tensor of the checkpoint: its name, dtype and shape.
-const TENSORS: [(&str, Dtype, &[u64]); 7] = [
+pub(super) const TENSORS: [(&str, Dtype, &[u64]); 7] = [
     ("embed", Dtype::Bf16, &[96, 64]),
     ("q", Dtype::Bf16, &[64, 64]),
     ("k", Dtype::Bf16, &[32, 64]),
@@ -27,11 +27,11 @@ const TENSORS: [(&str, Dtype, &[u64]); 7] = [
 ];
 
 /// A view of a tensor in a storage: both indices, sizes, and offset and strides of both.
-type View = (usize, usize, &'static [u64], (u64, &'static [u64]), (u64, &'static [u64]));
+pub(super) type View = (usize, usize, &'static [u64], (u64, &'static [u64]), (u64, &'static [u64]));
 
 /// Storages' elements, and what is where: whole tensors, two in one, a padded one, a shard of rows, one of
 /// columns, transposed and permuted ones, and one under two names.
-const STORAGES: [(Dtype, u64); 9] = [
+pub(super) const STORAGES: [(Dtype, u64); 9] = [
     (Dtype::Bf16, 128 * 64),
     (Dtype::Bf16, 96 * 64),
     (Dtype::Bf16, 96 * 64),
@@ -42,7 +42,7 @@ const STORAGES: [(Dtype, u64); 9] = [
     (Dtype::Bf16, 48 * 64),
     (Dtype::Bf16, 20 * BLOCK_CHANGES),
 ];
-const VIEWS: [View; 10] = [
+pub(super) const VIEWS: [View; 10] = [
     (0, 0, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
     (0, 1, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
     (1, 2, &[64, 64], (0, &[64, 1]), (0, &[64, 1])),
@@ -55,7 +55,7 @@ const VIEWS: [View; 10] = [
     (6, 8, &[20 * BLOCK_CHANGES], (0, &[1]), (0, &[1])),
 ];
 
-fn infos() -> Vec<TensorInfo> {
+pub(super) fn infos() -> Vec<TensorInfo> {
     let info = |(name, dtype, shape): &(&str, Dtype, &[u64])| TensorInfo {
         name: (*name).into(),
         dtype: *dtype,
@@ -109,9 +109,9 @@ impl Random {
 
 /// A model, a directory of plugins, and what a follower would put there.
 pub(super) struct Scene {
-    shared: Shared,
-    live: Vec<Vec<u8>>,
-    versions: Vec<Vec<Vec<u8>>>,
+    pub(super) shared: Shared,
+    pub(super) live: Vec<Vec<u8>>,
+    pub(super) versions: Vec<Vec<Vec<u8>>>,
     random: Random,
     tried: BTreeMap<String, Tried>,
     _dir: tempfile::TempDir,
@@ -423,7 +423,7 @@ pub(super) fn put(path: &Path, mut bytes: Vec<u8>, header: &str) {
     file.write_all_at(&bytes[..64], 0).unwrap();
 }
 
-fn host() -> Scene {
+pub(super) fn host() -> Scene {
     Scene::new(|_| Box::new(Host::default()))
 }
 

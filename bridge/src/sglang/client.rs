@@ -12,7 +12,9 @@ use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, Pause
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::live::PluginReply;
-use crate::sglang::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo};
+use crate::sglang::{
+    DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, OnlyPlugin, RankChecksums, ServerInfo,
+};
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later;
 /// earlier ones die instead).
@@ -164,6 +166,8 @@ impl Client {
             (200, Some((PluginReply::Done(done), behind))) => {
                 Ok(PluginUpdated::Done { done, behind: behind.to_owned() })
             }
+            // SGLang changes nothing behind a call that its ranks say no to.
+            (400, Some((PluginReply::Compared(compared), _))) => Ok(PluginUpdated::Compared(compared)),
             (400, Some((PluginReply::Refused(refused), _))) => Ok(PluginUpdated::Refused(refused)),
             _ => self.updated(call, &reply).map(PluginUpdated::Engine),
         }
@@ -364,8 +368,12 @@ impl Client {
 fn update_body(update: &DiskUpdate) -> Value {
     let mut body = json!(update);
     body["abort_all_requests"] = false.into();
-    if update.only_patch {
-        body["manifest"] = json!({ "driftless": "patch" });
+    match update.only {
+        Some(OnlyPlugin::Patch) => body["manifest"] = json!({ "driftless": "patch" }),
+        Some(OnlyPlugin::Compare { sample }) => {
+            body["manifest"] = json!({ "driftless": "compare", "sample": sample });
+        }
+        None => {}
     }
     body
 }

@@ -9,10 +9,10 @@ use driftless_transport::Snapshot;
 use driftless_transport::activate::Limit;
 
 use super::wire::PluginUpdated;
-use super::{Capabilities, Client, DiskUpdate, DiskUpdated, checksums, identity};
+use super::{Capabilities, Client, DiskUpdate, DiskUpdated, OnlyPlugin, checksums, identity};
 use crate::engine::{
-    Answer, BETWEEN_TRIES, Engine, Expected, GenerateRequest, Generation, Identity, Patched, PauseMode,
-    Reload, Rid, Sums, TRIES, expect_label, local,
+    Answer, BETWEEN_TRIES, Comparison, Engine, Expected, GenerateRequest, Generation, Identity, Patched,
+    PauseMode, Reload, Rid, Sums, TRIES, expect_label, local,
 };
 use crate::error::{Error, Result};
 use crate::http::excerpt;
@@ -83,6 +83,15 @@ impl Engine for Client {
         Box::pin(patch_running(self, load))
     }
 
+    fn compare<'a>(&'a self, load: Reload<'a>, sample: Option<u64>) -> Answer<'a, Comparison> {
+        Box::pin(compare(self, load, sample))
+    }
+
+    /// An update takes a lock that each request holds.
+    fn waits_for_requests(&self) -> bool {
+        true
+    }
+
     fn sums(&self, identity: &Identity, snapshot: &dyn Snapshot, place: &Path) -> Result<Sums> {
         sums(identity, snapshot, place)
     }
@@ -127,11 +136,12 @@ async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
         PluginUpdated::Engine(DiskUpdated::Unflushed) => {
             empty_cache(client, load.pause).await.map(|()| Patched::Loaded)
         }
+        other @ PluginUpdated::Compared(_) => Err(no_reply(client, "a patch", load.label, &other)),
     }
 }
 
 async fn patch_running(client: &Client, load: Reload<'_>) -> Result<Option<Duration>> {
-    let update = DiskUpdate { only_patch: true, ..update_of(load) };
+    let update = DiskUpdate { only: Some(OnlyPlugin::Patch), ..update_of(load) };
     match client.update_by_plugin(&update).await? {
         PluginUpdated::Done { done, behind } => {
             patched(client, load, &done, &behind).await.map(|()| Some(done.stood_still()))
@@ -140,12 +150,27 @@ async fn patch_running(client: &Client, load: Reload<'_>) -> Result<Option<Durat
             refused.log(client.url());
             Ok(None)
         }
-        PluginUpdated::Engine(updated) => {
-            let what = "the reply to a call for a patch without a pause";
-            let expected = format!("one of its plugin about {}", load.label);
-            Err(Error::refused(client.url(), what, expected, format!("{updated:?}, without one")))
-        }
+        other => Err(no_reply(client, "a patch without a pause", load.label, &other)),
     }
+}
+
+/// The engine is not asked to load in any case: the call goes to engines whose plugin says that it compares.
+async fn compare(client: &Client, load: Reload<'_>, sample: Option<u64>) -> Result<Comparison> {
+    let update = DiskUpdate { only: Some(OnlyPlugin::Compare { sample }), ..update_of(load) };
+    match client.update_by_plugin(&update).await? {
+        PluginUpdated::Compared(compared) if compared.label == load.label => {
+            Ok(Comparison::Compared(compared))
+        }
+        PluginUpdated::Refused(refused) => Ok(refused.into()),
+        other => Err(no_reply(client, "a comparison", load.label, &other)),
+    }
+}
+
+/// An engine answered a call that only its plugin knows in another way.
+fn no_reply(client: &Client, call: &str, label: &str, found: &PluginUpdated) -> Error {
+    let what = format!("the reply to a call for {call}");
+    let found = excerpt(format!("{found:?}").as_bytes());
+    Error::refused(client.url(), what, format!("one of its plugin about {label}"), found)
 }
 
 /// A load that flushes nothing.
@@ -155,7 +180,7 @@ fn update_of(load: Reload<'_>) -> DiskUpdate {
         load_format: load.identity.load_format.clone(),
         weight_version: Some(load.label.into()),
         flush_cache: false,
-        only_patch: false,
+        only: None,
     }
 }
 

@@ -30,4 +30,4 @@ pub use capabilities::Capabilities;
 pub use checksums::{checksums, checksums_of};
 pub use client::Client;
 pub use dialect::{Dialect, Feature};
-pub use wire::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo};
+pub use wire::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, OnlyPlugin, RankChecksums, ServerInfo};

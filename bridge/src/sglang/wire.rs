@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::live::{PatchDone, PatchRefused};
+use crate::live::{Compared, PatchDone, PatchRefused};
 
 /// Reply of `GET /model_info`: what the engine serves now.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -104,9 +104,21 @@ pub struct DiskUpdate {
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request
     /// then ends altogether.
     pub flush_cache: bool,
-    /// Whether the plugin is to patch the engine while it generates, or to leave it as it is.
+    /// What only the plugin is to do, while the engine generates; `None`: what it can, or else the engine.
     #[serde(skip)]
-    pub only_patch: bool,
+    pub only: Option<OnlyPlugin>,
+}
+
+/// What an engine's plugin is to do, or nobody.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnlyPlugin {
+    /// To patch the engine, or to leave it as it is.
+    Patch,
+    /// To compare its weights with the checkpoint.
+    Compare {
+        /// The number of the sample; `None` is all.
+        sample: Option<u64>,
+    },
 }
 
 /// Body of `POST /init_weights_update_group`: the engine's ranks become `rank_offset`, `rank_offset + 1` … of
@@ -211,6 +223,8 @@ pub(crate) enum PluginUpdated {
         /// What the engine says behind the plugin's reply.
         behind: String,
     },
+    /// The plugin compared, and nothing has changed.
+    Compared(Compared),
     /// The plugin could not, and nothing has changed.
     Refused(PatchRefused),
     /// The engine did it, without a word of the plugin.

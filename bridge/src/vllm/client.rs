@@ -1,5 +1,6 @@
 //! A client of one vLLM server: the calls that the bridge uses, each with its deadline.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::{self, RawCompletion};
-use crate::engine::{ClientOptions, Deadlines, Engine as _, GenerateRequest, Generation};
+use crate::engine::{ClientOptions, Comparison, Deadlines, Engine as _, GenerateRequest, Generation};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, excerpt};
 use crate::live::{PatchRefused, PluginReply};
@@ -188,6 +189,34 @@ impl Client {
             return Ok(());
         }
         Err(self.connection.malformed(call, "null from every worker", &excerpt(&reply.body)))
+    }
+
+    /// `POST /collective_rpc` of the call that our plugin gives each worker: what the first one found.
+    pub(super) async fn compare(
+        &self,
+        label: &str,
+        directory: &Path,
+        sample: Option<u64>,
+    ) -> Result<Comparison> {
+        let kwargs = json!({ "label": label, "directory": directory, "sample": sample });
+        let body = json!({ "method": "driftless_compare", "kwargs": kwargs });
+        let call = self.post("/collective_rpc", Some(&body), self.deadlines.load);
+        let reply = self.connection.send(call).await?;
+        if reply.status != 200 {
+            return Err(self.connection.status_error(call, &reply));
+        }
+        let workers: Results = self.connection.decode(call, &reply.body)?;
+        let said = workers.results.first().and_then(Value::as_str).and_then(PluginReply::find);
+        match said {
+            Some((PluginReply::Compared(compared), _)) if compared.label == label => {
+                Ok(Comparison::Compared(compared))
+            }
+            Some((PluginReply::Refused(refused), _)) => Ok(refused.into()),
+            _ => {
+                let expected = format!("the plugin's reply about {label}");
+                Err(self.connection.malformed(call, &expected, &excerpt(&reply.body)))
+            }
+        }
     }
 
     /// `POST /init_weight_transfer_engine`: tells the server's plugin which version was loaded, where it has

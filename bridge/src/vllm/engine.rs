@@ -16,8 +16,8 @@ use driftless_transport::activate::Limit;
 
 use super::Client;
 use crate::engine::{
-    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, Patched, PauseMode, Reload, Rid,
-    expect_label, local,
+    Answer, Check, Comparison, Engine, Expected, GenerateRequest, Generation, Identity, Patched, PauseMode,
+    Reload, Rid, expect_label, local,
 };
 use crate::error::{Error, Result};
 
@@ -92,6 +92,10 @@ impl Engine for Client {
 
     fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
         Box::pin(patch(self, load))
+    }
+
+    fn compare<'a>(&'a self, load: Reload<'a>, sample: Option<u64>) -> Answer<'a, Comparison> {
+        Box::pin(Client::compare(self, load.label, load.directory, sample))
     }
 }
 

@@ -157,7 +157,7 @@ def plugin_dir() -> Path:
     """The directory where plugins and followers of this user meet: ``DRIFTLESS_PLUGIN_DIR``, or one in shared memory."""
 
 def patch_refused(label: str, why: str) -> str:
-    """What a follower is answered where the patch to ``label`` was not written."""
+    """What a follower is answered where the patch to ``label`` was not written, or nothing was compared with it."""
 
 def refuse_patches(directory: Any, rank: tuple[int, int, int], why: str) -> None:
     """Tells followers that this rank never patches. ``directory``, ``rank``: as for :class:`LiveModel`."""
@@ -225,6 +225,25 @@ class LiveModel:
         Raises:
             RefusedError: weights that moved, or are not what they were when the delta was prepared; another rank that
                 refuses. They are what they were.
+        """
+    def announce_compare(self) -> None:
+        """Tells followers that the engine takes calls for :meth:`compare`."""
+    def compare(
+        self, label: str, directory: Any, sample: int | None, least: Callable[[bytes], bytes] | None
+    ) -> str:
+        """Compares the weights with those of a checkpoint, byte for byte: what a follower is answered. Nothing changes. Other
+        threads run meanwhile; none may write the weights.
+
+        Args:
+            label: the version's.
+            directory: the checkpoint's.
+            sample: the number of a sample; None: all weights are compared.
+            least: is given bytes of this rank, and returns of each the least of all ranks'. It is called up to three
+                times. None: there is one rank.
+
+        Raises:
+            RefusedError: a checkpoint that cannot be read, or of another model; weights that moved; another rank that
+                refuses.
         """
 
 @final

@@ -33,12 +33,22 @@ def least(vote: int, group: torch.distributed.ProcessGroup | None) -> int:
     return int(votes.item())
 
 
+def agree(said: bytes, group: torch.distributed.ProcessGroup | None) -> bytes:
+    """Of each byte the least of all ranks', each of which says as many. What one says of a comparison begins with 0 if it
+    makes none."""
+    if group is None:
+        return said
+    held = bytearray(said)
+    torch.distributed.all_reduce(torch.frombuffer(held, dtype=torch.uint8), torch.distributed.ReduceOp.MIN, group)
+    return bytes(held)
+
+
 class Patchable:
     """The weights of one rank. A native thread prepares deltas; the scheduler's thread patches and loads."""
 
     def __init__(self, live: LiveModel, derive: Callable[[], None] | None, ranks: int) -> None:
         self._live, self._derive, self._ranks = live, derive, ranks
-        self.loaded = live.loaded
+        self.loaded, self.announce_compare = live.loaded, live.announce_compare
 
     def patch(self, label: str, group: torch.distributed.ProcessGroup | None = None) -> Patch | None:
         """Makes the weights those of ``label``, and says how; None if they are not prepared for it at every rank.
@@ -68,6 +78,24 @@ class Patchable:
             if asked > 1:
                 self._make_derived()
             raise failed or error
+
+    def compare(
+        self,
+        label: str,
+        directory: Path,
+        sample: int | None,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> str:
+        """Compares the weights with those of a checkpoint, all or a sample of them: what a follower is answered.
+
+        All ranks of ``group`` call this together. Nothing changes.
+
+        Raises:
+            Error: nothing was compared: a checkpoint of another model, or one that cannot be read, at one of the ranks.
+        """
+        if self._ranks > 1 and group is None:
+            raise EngineError(f"its {self._ranks} ranks cannot agree: this engine has no group of them")
+        return self._live.compare(label, directory, sample, None if group is None else lambda said: agree(said, group))
 
     def _make_derived(self) -> None:
         """Makes anew what the model derives from its weights."""

@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
@@ -26,9 +28,24 @@ pub(super) struct Entry {
     pub(super) range: Range<u64>,
 }
 
-/// Parses the header of a whole file's `bytes`; entries come in data order.
+/// Reads and parses a file's header, and nothing else of it.
+pub(super) fn read(path: &Path, file: &File) -> Result<Vec<Entry>> {
+    let fail = |source| Error::io("read", path, source);
+    let file_len = file.metadata().map_err(fail)?.len();
+    let mut head = vec![0; file_len.min(8) as usize];
+    file.read_exact_at(&mut head, 0).map_err(fail)?;
+    if let Ok(length) = <[u8; 8]>::try_from(&head[..]).map(u64::from_le_bytes)
+        && length <= HEADER_BYTES_MAX
+    {
+        head.resize(length.min(file_len - 8) as usize + 8, 0);
+        file.read_exact_at(&mut head[8..], 8).map_err(fail)?;
+    }
+    parse(path, &head, file_len)
+}
+
+/// Parses the header of a file of so many bytes, which `bytes` begin; entries come in data order.
 /// Tensors must cover the data exactly: no overlap, no gap, nothing missing and nothing behind.
-pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Entry>> {
+pub(super) fn parse(path: &Path, bytes: &[u8], file_len: u64) -> Result<Vec<Entry>> {
     let json = header_json(path, bytes)?;
     let raw: RawHeader = serde_json::from_slice(json)
         .map_err(|source| Error::Parse { subject: format!("header of {}", path.display()), source })?;
@@ -36,10 +53,10 @@ pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Entry>> {
     let mut entries = raw
         .tensors
         .into_iter()
-        .map(|(name, tensor)| entry(path, name, tensor, data_start, bytes.len() as u64))
+        .map(|(name, tensor)| entry(path, name, tensor, data_start, file_len))
         .collect::<Result<Vec<_>>>()?;
     entries.sort_by_key(|entry| (entry.range.start, entry.range.end));
-    check_cover(path, &entries, data_start, bytes.len() as u64)?;
+    check_cover(path, &entries, data_start, file_len)?;
     Ok(entries)
 }
 
@@ -223,8 +240,12 @@ mod tests {
         bytes
     }
 
+    fn parse_whole(path: &str, bytes: &[u8]) -> Result<Vec<Entry>> {
+        parse(Path::new(path), bytes, bytes.len() as u64)
+    }
+
     fn refusal(json: &str, data: usize) -> String {
-        parse(Path::new("dir/model.safetensors"), &file(json, data)).unwrap_err().to_string()
+        parse_whole("dir/model.safetensors", &file(json, data)).unwrap_err().to_string()
     }
 
     #[test]
@@ -235,7 +256,7 @@ mod tests {
         assert_eq!(bytes.len() % 8, 0);
         let start = bytes.len() as u64;
         bytes.resize(bytes.len() + 26, 0);
-        let mut entries = parse(Path::new("m"), &bytes).unwrap();
+        let mut entries = parse_whole("m", &bytes).unwrap();
         entries.sort_by(|a, b| a.info.name.cmp(&b.info.name));
         let ranges: Vec<_> = entries.iter().map(|e| e.range.start - start..e.range.end - start).collect();
         assert_eq!(ranges, [0..24, 24..26, 26..26]);
@@ -293,7 +314,7 @@ mod tests {
     #[test]
     fn duplicates_are_refused_by_name() {
         let tensor = r#""w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
-        let error = parse(Path::new("m"), &file(&format!("{{{tensor},{tensor}}}"), 2)).unwrap_err();
+        let error = parse_whole("m", &file(&format!("{{{tensor},{tensor}}}"), 2)).unwrap_err();
         let source = std::error::Error::source(&error).unwrap().to_string();
         assert!(source.contains("`w` occurs twice"), "{source}");
     }
@@ -302,19 +323,19 @@ mod tests {
     fn no_truncation_or_header_length_panics_or_passes() {
         let json = r#"{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
         let whole = file(json, 4);
-        assert!(parse(Path::new("m"), &whole).is_ok());
+        assert!(parse_whole("m", &whole).is_ok());
         for cut in 0..whole.len() {
-            assert!(parse(Path::new("m"), &whole[..cut]).is_err(), "cut at {cut}");
+            assert!(parse_whole("m", &whole[..cut]).is_err(), "cut at {cut}");
         }
         for length in [u64::MAX, HEADER_BYTES_MAX + 1, 0, 1, json.len() as u64 + 1] {
             let mut bytes = whole.clone();
             bytes[..8].copy_from_slice(&length.to_le_bytes());
-            assert!(parse(Path::new("m"), &bytes).is_err(), "length {length}");
+            assert!(parse_whole("m", &bytes).is_err(), "length {length}");
         }
         let huge = r#"{"w":{"dtype":"F64","shape":[18446744073709551615,2],"data_offsets":[0,4]}}"#;
-        assert!(parse(Path::new("m"), &file(huge, 4)).is_err());
+        assert!(parse_whole("m", &file(huge, 4)).is_err());
         let far =
             r#"{"w":{"dtype":"U8","shape":[4],"data_offsets":[18446744073709551611,18446744073709551615]}}"#;
-        assert!(parse(Path::new("m"), &file(far, 4)).is_err());
+        assert!(parse_whole("m", &file(far, 4)).is_err());
     }
 }

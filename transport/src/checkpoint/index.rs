@@ -19,6 +19,8 @@ const INDEX_BYTES_MAX: u64 = 256 << 20;
 
 /// Tensor name → file name.
 pub(super) type WeightMap = BTreeMap<String, String>;
+/// By name, each tensor that the files' headers have, the number of its file, and where it lies there.
+pub(super) type Found = BTreeMap<String, (TensorInfo, (usize, Range<usize>))>;
 
 /// Reads a directory's index; `None` when it has none.
 pub(super) fn read(dir: &Path) -> Result<Option<WeightMap>> {
@@ -57,12 +59,7 @@ pub(super) fn compose(weight_map: &WeightMap, total_size: u64) -> String {
 
 /// Refuses an index that lists a tensor its file lacks, or files that hold a tensor it does not list there.
 /// Engines load what the files hold, so a stale index hides what they will serve.
-pub(super) fn check(
-    dir: &Path,
-    weight_map: &WeightMap,
-    shards: &[String],
-    found: &BTreeMap<String, (TensorInfo, (usize, Range<usize>))>,
-) -> Result<()> {
+pub(super) fn check(dir: &Path, weight_map: &WeightMap, shards: &[String], found: &Found) -> Result<()> {
     let path = dir.join(INDEX);
     for (tensor, file) in weight_map {
         let holder = found.get(tensor).and_then(|(_, (shard, _))| shards.get(*shard));

@@ -3,11 +3,12 @@
 mod header;
 mod index;
 pub(crate) mod map;
+mod pieces;
 mod write;
 mod writing;
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File, Permissions};
@@ -29,6 +30,7 @@ use crate::snapshot::{
 pub(crate) use header::METADATA;
 use header::bad;
 
+pub use pieces::Pieces;
 pub use write::write_checkpoint;
 pub(crate) use write::write_weights;
 pub(crate) use writing::Writing;
@@ -62,6 +64,44 @@ pub struct Checkpoint {
 struct Shard {
     path: PathBuf,
     map: Mmap,
+}
+
+/// The weight files that a directory's index lists, or the one without an index.
+struct Listed {
+    names: Vec<String>,
+    weight_map: Option<index::WeightMap>,
+}
+
+impl Listed {
+    fn read(dir: &Path) -> Result<Self> {
+        let weight_map = index::read(dir)?;
+        let names = match &weight_map {
+            Some(map) => map.values().cloned().collect::<BTreeSet<_>>().into_iter().collect(),
+            None => vec![SINGLE.to_owned()],
+        };
+        Ok(Self { names, weight_map })
+    }
+
+    /// The tensors that the files' headers have, each once, and as the index says.
+    fn table(&self, dir: &Path, headers: Vec<Vec<header::Entry>>) -> Result<index::Found> {
+        let mut found = BTreeMap::new();
+        for (position, entries) in headers.into_iter().enumerate() {
+            for entry in entries {
+                // Bounded by the file's length, which a usize holds.
+                let range = entry.range.start as usize..entry.range.end as usize;
+                let name = entry.info.name.clone();
+                if let Some((info, (first, _))) = found.insert(name, (entry.info, (position, range))) {
+                    let [path, first] = [position, first].map(|at| dir.join(&self.names[at]));
+                    let (what, first) = ("tensor in two files", first.display());
+                    return Err(bad(&path, Some(&info.name), what, "one file", first));
+                }
+            }
+        }
+        if let Some(map) = &self.weight_map {
+            index::check(dir, map, &self.names, &found)?;
+        }
+        Ok(found)
+    }
 }
 
 /// Where a tensor's bytes lie.
@@ -115,36 +155,12 @@ impl Checkpoint {
 
     /// The weight files, each opened by `open`.
     fn open_shards(dir: PathBuf, open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
-        let weight_map = index::read(&dir)?;
-        let names: Vec<String> = match &weight_map {
-            Some(map) => {
-                map.values().cloned().collect::<std::collections::BTreeSet<_>>().into_iter().collect()
-            }
-            None => vec![SINGLE.to_owned()],
-        };
-        let shards = names.iter().map(|name| Shard::open(&dir, name, &open)).collect::<Result<Vec<_>>>()?;
-        let mut found = BTreeMap::new();
-        for (position, shard) in shards.iter().enumerate() {
-            for entry in header::parse(&shard.path, &shard.map)? {
-                // Bounded by the map's length, which is a usize.
-                let range = entry.range.start as usize..entry.range.end as usize;
-                if let Some((_, (first, _))) =
-                    found.insert(entry.info.name.clone(), (entry.info.clone(), (position, range)))
-                {
-                    let first: &Shard = &shards[first];
-                    return Err(bad(
-                        &shard.path,
-                        Some(&entry.info.name),
-                        "tensor in two files",
-                        "one file",
-                        first.path.display(),
-                    ));
-                }
-            }
-        }
-        if let Some(map) = &weight_map {
-            index::check(&dir, map, &names, &found)?;
-        }
+        let listed = Listed::read(&dir)?;
+        let shards =
+            listed.names.iter().map(|name| Shard::open(&dir, name, &open)).collect::<Result<Vec<_>>>()?;
+        let headers =
+            shards.iter().map(|shard| header::parse(&shard.path, &shard.map, shard.map.len() as u64));
+        let found = listed.table(&dir, headers.collect::<Result<_>>()?)?;
         let (tensors, places) = found.into_values().unzip();
         Ok(Self { dir, tensors, places, shards, files: Vec::new(), written: None })
     }
@@ -242,12 +258,17 @@ impl fmt::Debug for Checkpoint {
 impl Shard {
     fn open(dir: &Path, name: &str, open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
         let path = dir.join(name);
-        let file = open(&path).map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => bad(dir, None, "weight file", format!("`{name}`"), "no such file"),
-            _ => Error::io("open", &path, source),
-        })?;
+        let file = open(&path).map_err(|source| no_shard(dir, name, source))?;
         let map = map::map(&path, &file)?;
         Ok(Self { path, map })
+    }
+}
+
+/// A weight file that is listed cannot be opened.
+fn no_shard(dir: &Path, name: &str, source: io::Error) -> Error {
+    match source.kind() {
+        io::ErrorKind::NotFound => bad(dir, None, "weight file", format!("`{name}`"), "no such file"),
+        _ => Error::io("open", &dir.join(name), source),
     }
 }
 

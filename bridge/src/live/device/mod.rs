@@ -6,6 +6,7 @@
 #![allow(unsafe_code, reason = "the memory of a device is raw addresses")]
 
 mod cuda;
+mod pieces;
 #[cfg(test)]
 mod tests;
 
@@ -16,11 +17,13 @@ use driftless_transport::prepared::PreparedDelta;
 use memmap2::{MmapOptions, MmapRaw};
 
 use super::layout::Layout;
-use super::memory::{Found, Memory};
+use super::memory::{Found, Memory, Piece};
 use super::part::{Part, Parts};
 use crate::error::{Error, Result};
 
 pub(super) use cuda::Cuda;
+
+use self::pieces::Room;
 
 /// Threads of a block of the kernels: `THREADS` of `patch.cu`.
 const THREADS: u32 = 256;
@@ -102,6 +105,8 @@ pub(super) struct Device<M: Machine> {
     arena: u64,
     arena_bytes: u64,
     pages: Option<Pages>,
+    /// Where the kernel finds what is compared, once something was.
+    room: Option<Room>,
     ready: Option<Parts>,
 }
 
@@ -119,7 +124,8 @@ impl<M: Machine> Device<M> {
         let results = machine.allocate((RESULTS * 8 + parts_max * size_of::<Part>()) as u64)?;
         let arena = if arena_bytes == 0 { None } else { machine.allocate(arena_bytes).ok() };
         let (arena, arena_bytes) = arena.map_or((0, 0), |arena| (arena, arena_bytes));
-        let device = Self { machine, results, parts_max, arena, arena_bytes, pages: None, ready: None };
+        let device =
+            Self { machine, results, parts_max, arena, arena_bytes, pages: None, room: None, ready: None };
         // The driver loads a kernel when it is launched first, which must not be in a pause.
         device.begin()?;
         let parts = results + RESULTS as u64 * 8;
@@ -144,13 +150,18 @@ impl<M: Machine> Device<M> {
 
     /// Begins to do something with the parts, which are on the device.
     fn launch(&self, parts: &Parts, task: u32) -> Result<()> {
-        let (at, count) = (self.results + RESULTS as u64 * 8, parts.parts.len() as u32);
+        self.launch_at(self.results + RESULTS as u64 * 8, parts, task)
+    }
+
+    /// Begins to do something with the parts, which the device sees at an address.
+    fn launch_at(&self, at: u64, parts: &Parts, task: u32) -> Result<()> {
+        let count = parts.parts.len() as u32;
         let blocks = if task == COMPARE { parts.compared } else { parts.blocks };
         let blocks = u32::try_from(blocks).map_err(|_| {
             Error::live("a delta", "at most 2^43 changes", format!("{} changes", parts.changes))
         })?;
         let kernel = Kernel::Patch { parts: at, count, task, results: self.results };
-        // SAFETY: `prepare` has put the parts there.
+        // SAFETY: the callers have put the parts there.
         if blocks == 0 { Ok(()) } else { unsafe { self.machine.launch(kernel, blocks) } }
     }
 
@@ -247,11 +258,16 @@ impl<M: Machine> Memory for Device<M> {
         }
         written
     }
+
+    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>], bytes: &[u8]) -> Result<Found> {
+        self.compare_pieces(layout, pieces, bytes)
+    }
 }
 
 impl<M: Machine> Drop for Device<M> {
     fn drop(&mut self) {
         self.release();
+        self.release_room();
     }
 }
 

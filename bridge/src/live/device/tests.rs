@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use driftless_testkit::compiler::missing;
 
 use super::*;
+use crate::live::compare;
 use crate::live::tests::Scene;
 
 type Patch = unsafe extern "C" fn(u32, u64, u32, u32, u64);
@@ -202,6 +203,20 @@ fn what_is_refused_on_the_host_is_refused_on_a_device() {
 fn a_device_compares_what_it_writes_as_the_host_does() {
     let Some((mut scene, _)) = scene(1 << 19) else { return };
     scene.assert_all_is_compared();
+}
+
+#[test]
+fn a_device_compares_checkpoints_as_the_host_does() {
+    let Some((mut scene, control)) = scene(1 << 18) else { return };
+    compare::tests::assert_compares(&mut scene);
+    assert_eq!(control.held_up.load(Ordering::Relaxed), 0, "the engine's calls would wait as well");
+    // Neither is what is ready lost, nor its room.
+    scene.step(0.02);
+    assert_eq!(scene.look(), None);
+    compare::tests::compared(&scene, None).unwrap();
+    assert!(scene.patch().unwrap().is_some());
+    drop(scene);
+    assert_eq!(control.locked.load(Ordering::Relaxed), 0);
 }
 
 #[test]

@@ -241,7 +241,7 @@ fn update_of(directory: &Path, label: &str, flush_cache: bool) -> DiskUpdate {
         load_format: Some("auto".into()),
         weight_version: Some(label.into()),
         flush_cache,
-        only_patch: false,
+        only: None,
     }
 }
 

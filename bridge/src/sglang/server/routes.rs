@@ -313,7 +313,7 @@ async fn load(shared: Arc<Shared>, body: UpdateBody) -> Reply {
         load_format: Some(format.clone()),
         weight_version: body.weight_version,
         flush_cache: body.flush_cache.unwrap_or(true),
-        only_patch: false,
+        only: None,
     };
     let updated = shared.worker.ask(move |generator| generator.load(&update)).await?;
     if updated == Updated::Loaded {

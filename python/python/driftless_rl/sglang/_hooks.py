@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from .._inner import find, resolve
 
@@ -42,6 +43,7 @@ _TOKENIZER = f"{_SERVER}.TokenizerManager"
 _HAND_ON = ((f"{_TOKENIZER}.update_weights_from_disk",), ("self", "obj"))
 _MAKE = ((f"{_TOKENIZER}.__init__",), ("self", "server_args"))
 _UPDATE = "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput"
+_UPDATED = "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput"
 
 
 class _Request(threading.local):
@@ -73,7 +75,7 @@ def register() -> None:
 
     (load, _), (request, _), (disk, _) = found
     HookRegistry.register(load, _loaded, HookType.AFTER)
-    HookRegistry.register(request, _requested, HookType.BEFORE)
+    HookRegistry.register(request, _carry_out, HookType.AROUND)
     HookRegistry.register(disk, _update_from_disk, HookType.AROUND)
     for name in filter(resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
@@ -85,9 +87,14 @@ def register() -> None:
 def _register_server(registry, types) -> None:
     """Hooks into the process of the HTTP server; where it is not known, engines are paused for patches."""
     (hand_on, _), (make, _) = find(*_HAND_ON), find(*_MAKE)
-    if hand_on and make and "manifest" in getattr(resolve(_UPDATE), "__annotations__", ()):
+    if hand_on and make and _carries_manifest():
         registry.register(hand_on, _handed_on, types.AROUND)
         registry.register(make, _made, types.AFTER)
+
+
+def _carries_manifest() -> bool:
+    """Whether SGLang carries ``manifest`` from the call to the ranks."""
+    return "manifest" in getattr(resolve(_UPDATE), "__annotations__", ())
 
 
 def _made(result, manager, *args, **kwargs) -> None:
@@ -103,9 +110,14 @@ def _announce(manager) -> None:
 
 
 def _asks_only(request) -> bool:
-    """Whether a request is for a patch or nothing. SGLang carries ``manifest`` from the call to the ranks."""
+    """Whether a request is for a patch or nothing."""
+    return _asks(request) == "patch"
+
+
+def _asks(request) -> str | None:
+    """What a request is for that only the plugin does: ``patch``, ``compare``."""
     manifest = getattr(request, "manifest", None)
-    return isinstance(manifest, dict) and manifest.get("driftless") == "patch"
+    return manifest.get("driftless") if isinstance(manifest, dict) else None
 
 
 class _Paused:
@@ -127,7 +139,7 @@ class _Paused:
 def _handed_on(original, manager, obj, *args, **kwargs):
     # Its file may have been removed since.
     _announce(manager)
-    return original(_Paused(manager) if _asks_only(obj) else manager, obj, *args, **kwargs)
+    return original(_Paused(manager) if _asks(obj) in ("patch", "compare") else manager, obj, *args, **kwargs)
 
 
 def _loaded(result, runner, *args, **kwargs) -> None:
@@ -149,7 +161,10 @@ def _loaded(result, runner, *args, **kwargs) -> None:
         if getattr(arguments, "enable_memory_saver", False):
             raise ValueError("its weights may be released (--enable-memory-saver)")
         began = time.perf_counter()
-        _models[id(runner.model)] = _patchable.live_model(runner.model, Path(runner.model_config.model_path), *place)
+        model = _patchable.live_model(runner.model, Path(runner.model_config.model_path), *place)
+        _models[id(runner.model)] = model
+        if _carries_manifest() and _knows_answer():
+            model.announce_compare()
         _log.info("driftless: learned where weights lie, in %.3f s", time.perf_counter() - began)
     except Exception as error:
         _log.warning("driftless: this model is not patched, its weights are loaded from disk: %s", error)
@@ -164,8 +179,40 @@ def _quietly(call, *args) -> None:
         _log.warning("driftless: %s", error)
 
 
-def _requested(manager, *args, **kwargs) -> None:
+def _carry_out(original, manager, *args, **kwargs):
     request = args[0] if args else kwargs.get("recv_req")
+    if _asks(request) == "compare":
+        return _compare(manager, request)
+    _requested(manager, request)
+    return original(manager, *args, **kwargs)
+
+
+def _knows_answer() -> bool:
+    """Whether the answer of a rank is what :func:`_compare` makes."""
+    return {"success", "message"} <= getattr(resolve(_UPDATED), "__annotations__", {}).keys()
+
+
+def _compare(manager, request):
+    """Compares, and answers that nothing was updated: SGLang then leaves label, path and cache as they are."""
+    from .. import _patchable
+    from .._native import patch_refused
+
+    label, group = getattr(request, "weight_version", None) or "", _group(manager)
+    try:
+        if len(_models) != 1:
+            # The other ranks wait for what this one says.
+            _patchable.agree(b"\0", group)
+            raise LookupError(f"there are {len(_models)} models here whose weights are known, expected 1")
+        (model,) = _models.values()
+        reply = model.compare(label, Path(request.model_path), request.manifest.get("sample"), group)
+    except Exception as error:  # nothing may leave: SGLang would end
+        reply = patch_refused(label, f"{type(error).__name__}: {error}")
+    _log.info("%s", reply)
+    answer: Any = resolve(_UPDATED)
+    return answer(success=False, message=reply)
+
+
+def _requested(manager, request) -> None:
     _request.label = getattr(request, "weight_version", None)
     _request.flush = None if getattr(request, "flush_cache", True) else getattr(manager, "flush_cache", None)
     _request.group, _request.only_patch = _group(manager), _asks_only(request)

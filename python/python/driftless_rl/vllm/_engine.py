@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
+from vllm.v1.worker.worker_base import WorkerBase
 
 from .. import _patchable
 from .._errors import EngineError
@@ -67,7 +68,9 @@ class DriftlessWeightTransferEngine(WeightTransferEngine[Loaded, Wanted]):
         try:
             self._check()
             with set_current_vllm_config(self.vllm_config):
-                return _patchable.live_model(self.model, Path(self.model_config.model), *place)
+                live = _patchable.live_model(self.model, Path(self.model_config.model), *place)
+            live.announce_compare()
+            return live
         except Exception as error:  # whatever a model's loader does: the engine goes on as without the backend
             _log.warning("driftless: this model is not patched, its weights are loaded from disk: %s", error)
             _patchable.refuse(*place, str(error))
@@ -101,9 +104,29 @@ class DriftlessWeightTransferEngine(WeightTransferEngine[Loaded, Wanted]):
             raise EngineError(patch_refused(label, f"{type(error).__name__}: {error}")) from error
         _log.info("%s", done.reply(time.perf_counter() - began, None))
 
+    def compare(self, label: str, directory: Path, sample: int | None) -> str:
+        """What a follower is answered that asks for a comparison of the weights with a checkpoint."""
+        try:
+            if self._live is None:
+                raise EngineError("where its weights lie is not known")
+            reply = self._live.compare(label, directory, sample)
+        except Exception as error:
+            reply = patch_refused(label, f"{type(error).__name__}: {error}")
+        _log.info("%s", reply)
+        return reply
+
     def finish_weight_update(self) -> None:
         """Nothing: vLLM takes the label behind it."""
 
     def shutdown(self) -> None:
         """Prepares nothing more, until a follower says again what is live."""
         self._live = self._port = None
+
+
+def _compare(worker, label: str, directory: str, sample: int | None = None) -> str:
+    """What a worker does when the server is asked for ``driftless_compare`` by ``/collective_rpc``."""
+    return worker.weight_transfer_engine.compare(label, Path(directory), sample)
+
+
+# vLLM finds calls of workers by their names.
+WorkerBase.driftless_compare = _compare
