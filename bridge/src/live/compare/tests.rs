@@ -107,7 +107,7 @@ fn weights_are_compared_wherever_they_lie() {
 }
 
 #[test]
-fn tensors_that_the_map_has_not_are_named_and_those_it_lacks_are_refused() {
+fn tensors_without_a_place_are_named_and_missing_ones_refused() {
     let scene = host();
     let version = &scene.versions[0];
     let more = checkpoint(version, |tensors| {
@@ -151,7 +151,7 @@ fn a_tied_head_has_to_equal_the_embeddings() {
 }
 
 #[test]
-fn directories_that_are_no_checkpoint_are_refused_before_anything_is_read() {
+fn directories_that_are_no_checkpoint_are_refused() {
     let scene = host();
     let good = checkpoint(&scene.versions[0], |_| {});
     let shard = fs::read_dir(good.path().join("c")).unwrap().map(|entry| entry.unwrap().path());
@@ -218,7 +218,7 @@ fn what_one_rank_finds_or_fails_at_is_what_all_say() {
 }
 
 #[test]
-fn tensors_that_another_rank_has_are_reached_and_those_that_none_has_are_not() {
+fn tensors_are_reached_where_any_rank_has_them() {
     let dir = tempfile::tempdir().unwrap();
     let (plugins, rank) = (dir.path().join("plugins"), Rank { port: 1, number: 0, of: 2 });
     // SAFETY: there is no storage.
