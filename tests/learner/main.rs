@@ -231,7 +231,7 @@ fn loop_killed_anywhere_learns_from_every_sample_once() {
     play("step:1:kill", Some("train.step:2"), &["--save-interval", "2", "--train-async"]);
 }
 
-/// `DRIFTLESS_LEARNER_COMMAND` starts it. Lane `python` has that of the wheel go through it.
+/// `DRIFTLESS_LEARNER_COMMAND` starts it. Lane `learner` has that of the wheel go through it.
 #[test]
 fn loop_with_learner_of_the_environment_is_killed_and_goes_on() {
     let Some(command) = std::env::var("DRIFTLESS_LEARNER_COMMAND").ok().filter(|value| !value.is_empty())

@@ -60,6 +60,7 @@ fn refusal(source: &str) -> String {
 fn variable_without_an_end_is_refused_with_the_template() {
     let nested = "{% set ns=namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x=[ns.x] %}{% endfor %}";
     let doubled = "{% set ns=namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x=ns.x+ns.x %}{% endfor %}{{ ns.x|length }}";
+    let longer = "{% set ns=namespace(x='x') %}{% for i in range(40) %}{% set ns.x=ns.x~ns.x %}{% endfor %}";
     let spelled = format!("{{% set x=[] %}}{}", "{%- set x = [x] -%}".repeat(6_000));
     for (source, expected) in [
         ("{% set a=namespace() %}{% set a.a=a %}{{ a }}", "namespace"),
@@ -68,6 +69,7 @@ fn variable_without_an_end_is_refused_with_the_template() {
         (nested, "128 levels"),
         (&spelled, "128 levels"),
         (doubled, "elements"),
+        (longer, "a text of more than 67108864 bytes"),
     ] {
         let words = refusal(source);
         assert!(words.contains("chat template of (text)") && words.contains(expected), "{words}");
@@ -95,6 +97,15 @@ fn template_as_deep_as_it_is_long_is_compiled_or_refused() {
     }
     let words = ChatTemplate::from_source(&nots(100_000), &SPECIAL).unwrap_err().to_string();
     assert!(words.contains("it has 400024 bytes"), "{words}");
+}
+
+#[test]
+fn value_as_deep_as_its_expression_is_long_is_written() {
+    let depth = 14_000;
+    let nested = format!("{{{{ [1]{} }}}}", "|batch(1)".repeat(depth - 1));
+    let template = ChatTemplate::from_source(&nested, &SPECIAL).unwrap();
+    let text = template.render_json(CHATS[0].0, None, None).unwrap();
+    assert!(text == format!("{}1{}", "[".repeat(depth), "]".repeat(depth)), "{} bytes", text.len());
 }
 
 #[test]

@@ -45,7 +45,7 @@ fn child_learner_passes_the_suite_of_learners() {
 }
 
 /// Any learner: `DRIFTLESS_LEARNER_COMMAND` starts it, and it trains the model of the directory
-/// `DRIFTLESS_LEARNER_CHECKPOINT`. Lane `python` has that of the wheel take it.
+/// `DRIFTLESS_LEARNER_CHECKPOINT`. Lane `learner` has that of the wheel take it.
 #[test]
 fn learner_of_the_environment_passes_the_suite_of_learners() {
     let [command, checkpoint] = ["DRIFTLESS_LEARNER_COMMAND", "DRIFTLESS_LEARNER_CHECKPOINT"]

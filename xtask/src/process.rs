@@ -168,6 +168,18 @@ pub(crate) fn tail(log: &Path, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
+/// How many tests passed, as the libtest programs and the pytest that wrote this log say.
+pub(crate) fn tests_passed(log: &Path) -> u64 {
+    let text = std::fs::read(log).unwrap_or_default();
+    String::from_utf8_lossy(&text).lines().filter_map(passed).sum()
+}
+
+/// `test result: ok. 12 passed; …`, `12 passed, 1 skipped in 3.45s`, or the latter between signs of equality.
+fn passed(line: &str) -> Option<u64> {
+    let (before, _) = line.split_once(" passed")?;
+    before.rsplit(' ').next()?.parse().ok()
+}
+
 fn to_log<'c>(command: &'c mut Command, log: &Path) -> Result<&'c mut Command> {
     let open = || -> std::io::Result<(File, File)> {
         if let Some(dir) = log.parent() {
@@ -183,4 +195,16 @@ fn to_log<'c>(command: &'c mut Command, log: &Path) -> Result<&'c mut Command> {
 pub(crate) fn start(command: &Command) -> impl FnOnce(std::io::Error) -> Error + use<> {
     let program = command.get_program().to_string_lossy().into_owned();
     move |source| Error::Start { program, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::passed;
+
+    #[test]
+    fn passed_tests_are_counted_as_libtest_and_pytest_say_them() {
+        assert_eq!(passed("test result: ok. 12 passed; 0 failed; 1 ignored"), Some(12));
+        assert_eq!(passed("==== 3 failed, 409 passed, 2 skipped in 350.12s ===="), Some(409));
+        assert_eq!(passed("7 skipped in 0.10s"), None);
+    }
 }

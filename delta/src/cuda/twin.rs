@@ -16,13 +16,13 @@ use crate::element::Element;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
 
-/// The kernels for one element type, in this process.
 /// The C++ compiler.
 const COMPILER: &str = match option_env!("CXX") {
     Some(compiler) => compiler,
     None => "c++",
 };
 
+/// The kernels for one element type, in this process.
 pub(super) struct Compiled {
     _library: libloading::Library,
     launch: Launch,

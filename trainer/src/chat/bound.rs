@@ -6,6 +6,7 @@ use minijinja::{Environment, Error, ErrorKind, State, Value};
 use regex::{Captures, Regex};
 
 use super::json::DEPTH_MAX;
+use super::text::TEXT_BYTES_MAX;
 
 /// Elements that a list or a map may have.
 const LENGTH_MAX: usize = 1_000_000;
@@ -38,6 +39,10 @@ pub(super) fn bounded(source: &str) -> String {
 /// Adds the filter.
 pub(super) fn add_filter(environment: &mut Environment<'_>) {
     environment.add_filter(BOUNDED, |state: &mut State, value: Value, is_attribute: bool| {
+        if value.as_str().is_some_and(|text| text.len() > TEXT_BYTES_MAX) {
+            let what = format!("it sets a text of more than {TEXT_BYTES_MAX} bytes");
+            return Err(Error::new(ErrorKind::InvalidOperation, what));
+        }
         let left = state.get_temp(BOUNDED).and_then(|left| left.as_usize()).unwrap_or(ELEMENTS_MAX);
         let left = look(&value, 0, is_attribute, left)?;
         let (value, left) = listed(value, left)?;

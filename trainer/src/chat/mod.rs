@@ -102,12 +102,7 @@ impl ChatTemplate {
             let found = source.len();
             return Err(refused(format!("it has {found} bytes, and at most {SOURCE_BYTES_MAX} are read")));
         }
-        let compiled = std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("chat template".to_owned()).stack_size(STACK_BYTES);
-            let thread = thread.spawn_scoped(scope, || compile(sources));
-            let thread = thread.map_err(io("start a thread for", path))?;
-            Ok::<_, Error>(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        })?;
+        let compiled = on_deep_stack(|| compile(sources)).map_err(io("start a thread for", path))?;
         let environment = compiled.map_err(|error| refused(said(&error)))?;
         Ok(ChatTemplate { path: path.to_owned(), environment, special })
     }
@@ -141,6 +136,11 @@ impl ChatTemplate {
 
     /// Renders through the template whose name ends with `suffix`, with the start of an answer if `prompt`.
     fn render_as(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
+        on_deep_stack(|| self.render_here(suffix, chat, prompt))
+            .unwrap_or_else(|error| Err(format!("no thread to render it: {error}")))
+    }
+
+    fn render_here(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
         let Chat { messages, tools, variables } = chat;
         let name = match tools {
             Some(_) if self.environment.get_template(TOOL_USE).is_ok() => TOOL_USE,
@@ -177,8 +177,18 @@ const INSTRUCTIONS_MAX: u64 = 50_000_000;
 
 /// Longest template that is read. Those of models have 20 thousand bytes at most.
 const SOURCE_BYTES_MAX: usize = 128 << 10;
-/// Stack to compile one with. An expression may be as deep as it is long, and recursion goes down all of it.
+/// Stack to compile and to render one with. An expression may be as deep as it is long, and so may its value:
+/// recursion goes down all of it, also where the value is written and dropped.
 const STACK_BYTES: usize = 256 << 20;
+
+/// Does it on a thread with a stack of [`STACK_BYTES`], of which only what is used takes memory.
+fn on_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> std::io::Result<T> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("chat template".to_owned()).stack_size(STACK_BYTES);
+        let thread = thread.spawn_scoped(scope, work)?;
+        Ok(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
 
 /// The templates of these names and sources, in the environment of `transformers`.
 fn compile(sources: &[(String, String)]) -> Result<Environment<'static>, minijinja::Error> {

@@ -14,6 +14,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "formatting and style; no marker of a merge is left",
         needs: &[],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: fmt,
     },
@@ -22,6 +23,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "crates and their rooms know only what lies below them, and stay small; pages name what is there",
         needs: &[],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: floors,
     },
@@ -30,6 +32,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the test programs and the command",
         needs: &[],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: |_| Ok(()),
     },
@@ -38,6 +41,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the default features pull in no torch, CUDA, UCX, TLS, HTTP or tokio, and need no C compiler",
         needs: &[],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: leak,
     },
@@ -46,6 +50,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the log's layout, bookkeeping and recovery, the codec with its vector paths under Miri",
         needs: &[Need::Miri],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: miri,
     },
@@ -54,6 +59,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the log's reservations and commits in every order of threads",
         needs: &[],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: loom,
     },
@@ -62,6 +68,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "codec, transport, buffer, bridge and the command; kill -9 at 16 points",
         needs: &[],
         programs: Tests::All,
+        takes: &[],
         after: &[],
         run: unit,
     },
@@ -70,6 +77,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the Python package; with --long as users get it, and its size",
         needs: &[Need::Sglang, Need::Python],
         programs: Tests::None,
+        takes: &[],
         after: &["build"],
         run: |c| python::build(c.root, &crate::cache_dir()?, &c.log, c.options.long),
     },
@@ -78,7 +86,8 @@ pub(super) const LANES: &[Lane] = &[
         what: "the wheel alone, with torch and transformers, beside SGLang",
         needs: &[Need::Sglang, Need::Python],
         programs: Tests::None,
-        after: &["wheel"],
+        takes: &["wheel"],
+        after: &[],
         run: |c| python::test(c.root, &crate::cache_dir()?, &c.log),
     },
     Lane {
@@ -86,7 +95,8 @@ pub(super) const LANES: &[Lane] = &[
         what: "the wheel beside vLLM on the CPU, whose kernels want AVX2",
         needs: &[Need::Sglang, Need::Python, Need::Avx2],
         programs: Tests::None,
-        after: &["wheel"],
+        takes: &["wheel"],
+        after: &[],
         run: |c| python::test_vllm(c.root, &crate::cache_dir()?, &c.log),
     },
     Lane {
@@ -94,6 +104,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "lints",
         needs: &[Need::Libtorch],
         programs: Tests::None,
+        takes: &[],
         after: &["wheel"],
         run: clippy,
     },
@@ -102,6 +113,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "documentation without a broken link, packages that could be published",
         needs: &[Need::Libtorch],
         programs: Tests::None,
+        takes: &[],
         after: &["build", "clippy"],
         run: doc,
     },
@@ -110,6 +122,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "models, losses, exact resume, the embedded engine in every dialect, the loop's modes",
         needs: &[Need::Libtorch],
         programs: Tests::Some(&["torch::lib", "torch::*", "driftless::train"]),
+        takes: &[],
         after: &[],
         run: torch,
     },
@@ -127,15 +140,17 @@ pub(super) const LANES: &[Lane] = &[
             "torch::families",
             "torch::quantize",
         ]),
+        takes: &[],
         after: &[],
         run: with_sglang,
     },
     Lane {
         name: "learner",
-        what: "the wheel's learner through the suite of learners and in the loop; lane `python` has its environment",
+        what: "the wheel's learner through the suite of learners and in the loop",
         needs: &[Need::Sglang, Need::Python],
-        programs: Tests::Some(&["driftless::learner"]),
-        after: &["wheel", "python"],
+        programs: Tests::Some(&["trainer::learner", "driftless::learner"]),
+        takes: &["wheel"],
+        after: &[],
         run: learner,
     },
     Lane {
@@ -143,6 +158,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the reward `math` against math-verify, hooks with reasoning-gym",
         needs: &[Need::Rewards],
         programs: Tests::Some(&["trainer::hooks"]),
+        takes: &[],
         after: &[],
         run: with_rewards,
     },
@@ -151,6 +167,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the suite of stores on real radosgw, azurite and moto",
         needs: &[Need::Stores],
         programs: Tests::Some(&["store::servers"]),
+        takes: &[],
         after: &[],
         run: with_stores,
     },
@@ -159,6 +176,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "links, relays and publishers over UCX 1.14 and 1.22: TCP, shared memory, network namespaces, killed and lying peers",
         needs: &[Need::Ucx],
         programs: Tests::Some(&["relay::fabric", "relay::relay_ucx", "driftless::cli"]),
+        takes: &[],
         after: &[],
         run: with_ucx,
     },
@@ -167,6 +185,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "kill -9 of publisher, follower and relay at 16 points and at random moments, and of a run over prompts",
         needs: &[],
         programs: Tests::Some(&["driftless::kills"]),
+        takes: &[],
         after: &[],
         run: |c| c.run(c.program("driftless::kills")?.arg("--nocapture")),
     },
@@ -175,6 +194,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "kill -9 of trainer, follower and engine at 16 points",
         needs: &[Need::Libtorch],
         programs: Tests::Some(&["driftless::crash"]),
+        takes: &[],
         after: &[],
         run: |c| c.run(c.program("driftless::crash")?.arg("--nocapture")),
     },
@@ -183,6 +203,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the demo, a few steps of it",
         needs: &[Need::Libtorch],
         programs: Tests::Some(&["driftless::crash"]),
+        takes: &[],
         after: &[],
         run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
     },
@@ -191,6 +212,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "fuzzing, 20 s a target",
         needs: &[Need::CargoFuzz],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: fuzz,
     },
@@ -199,6 +221,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the log's maps and foreign calls under AddressSanitizer",
         needs: &[Need::CargoFuzz],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: asan,
     },
@@ -207,6 +230,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the codec on a 64-bit Arm, emulated; the light crates compile for it",
         needs: &[Need::Arm],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: neon,
     },
@@ -215,6 +239,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "codec, stores and publications compile for macOS",
         needs: &[Need::Macos],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: |c| {
             let light = ["-p", "driftless-delta", "-p", "driftless-store", "-p", "driftless-transport"];
@@ -226,6 +251,7 @@ pub(super) const LANES: &[Lane] = &[
         what: "the learner on CUDA against the CPU, its bits twice, a few steps of the demo, speeds",
         needs: &[Need::Libtorch, Need::Gpu],
         programs: Tests::None,
+        takes: &[],
         after: &[],
         run: gpu,
     },
@@ -265,16 +291,13 @@ fn floors(context: &Context) -> Result<()> {
 fn fmt(context: &Context) -> Result<()> {
     context.cargo(&["fmt", "--all", "--check"])?;
     style::check(context.root)?;
-    // It ends with 0 where it finds some, and with another number outside of a clone too.
+    // It ends with 1 where it finds none, and with another number outside of a clone.
     let mut markers = Command::new("git");
     markers.current_dir(context.root).args(["grep", "-nE", "^(<{7}|>{7}) "]);
-    match markers.output() {
-        Ok(found) if found.status.success() => Err(Error::Check {
-            what: "markers of a merge".to_owned(),
-            expected: "none".to_owned(),
-            found: String::from_utf8_lossy(&found.stdout).into_owned(),
-        }),
-        _ => Ok(()),
+    let found = markers.output().map_err(process::start(&markers))?;
+    match found.status.code() {
+        Some(1) => Ok(()),
+        _ => Err(Error::check("markers of a merge", "none", String::from_utf8_lossy(&found.stdout))),
     }
 }
 
@@ -312,7 +335,7 @@ fn unit(context: &Context) -> Result<()> {
         failed.push("examples in the documentation");
     }
     if failed.is_empty() {
-        return Ok(());
+        return some_ran(context);
     }
     Err(Error::Check {
         what: "tests".to_owned(),
@@ -324,6 +347,14 @@ fn unit(context: &Context) -> Result<()> {
 fn clippy(context: &Context) -> Result<()> {
     // Lane `leak` checks the command's crates as most users build them.
     context.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
+}
+
+/// Fails where the lane's programs passed no test at all, because none was found.
+fn some_ran(context: &Context) -> Result<()> {
+    match process::tests_passed(&context.log) {
+        0 => Err(Error::check("tests", "some that pass", "none")),
+        _ => Ok(()),
+    }
 }
 
 fn doc(context: &Context) -> Result<()> {
@@ -345,7 +376,10 @@ fn packages(context: &Context) -> Result<()> {
 
 fn torch(context: &Context) -> Result<()> {
     let torch = |name: &&str| name.starts_with("torch::") || *name == "driftless::train";
-    context.programs()?.names().filter(torch).try_for_each(|name| context.run(&mut context.program(name)?))
+    let names: Vec<_> = context.programs()?.names().filter(torch).collect();
+    names.iter().try_for_each(|name| context.run(&mut context.program(name)?))?;
+    // A program that was not found would otherwise be missed by nothing.
+    some_ran(context)
 }
 
 fn with_sglang(context: &Context) -> Result<()> {
@@ -364,8 +398,8 @@ fn with_sglang(context: &Context) -> Result<()> {
     for name in ["bridge::sglang", "driftless::sglang", "bridge::rendezvous"] {
         context.run(server.tell(&mut run(name, &[])?))?;
     }
-    // The bridge has SGLang's own unpickler read what it wrote.
-    context.run(server.tell(&mut run("bridge::lib", &["payload"])?))?;
+    // The bridge has SGLang's own unpickler read what it wrote, and torch release what it counts.
+    context.some(server.tell(&mut run("bridge::lib", &["payload", "counters"])?))?;
     drop(server);
     ["torch::task", "torch::families", "trainer::chat", "torch::quantize"]
         .into_iter()
@@ -373,13 +407,16 @@ fn with_sglang(context: &Context) -> Result<()> {
 }
 
 fn learner(context: &Context) -> Result<()> {
-    for learner in python::learners(context.root, &crate::cache_dir()?)? {
-        let mut test = context.program("driftless::learner")?;
-        test.args(["--nocapture", learner.tests]);
-        test.env("DRIFTLESS_LEARNER_COMMAND", &learner.command).env("HF_HUB_OFFLINE", "1");
-        context.run(test.env("DRIFTLESS_LEARNER_CHECKPOINT", &learner.checkpoint))?;
-    }
-    Ok(())
+    let [one, ranks] = python::learners(context.root, &crate::cache_dir()?, &context.log)?;
+    let run = |name: &str, learner: &python::Learner| {
+        let mut tests = context.program(name)?;
+        tests.args(["--nocapture", "of_the_environment"]).env("HF_HUB_OFFLINE", "1");
+        tests.env("DRIFTLESS_LEARNER_COMMAND", &learner.command);
+        context.some(tests.env("DRIFTLESS_LEARNER_CHECKPOINT", &learner.checkpoint))
+    };
+    run("trainer::learner", &one)?;
+    run("driftless::learner", &one)?;
+    run("driftless::learner", &ranks)
 }
 
 fn with_rewards(context: &Context) -> Result<()> {
@@ -387,13 +424,13 @@ fn with_rewards(context: &Context) -> Result<()> {
     let pairs = ["trainer/tests/math/pairs.py", "--check", "trainer/tests/math/pairs.jsonl"];
     context.logged(Command::new(&python).args(pairs))?;
     let mut hooks = context.program("trainer::hooks")?;
-    context.run(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", python))
+    context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", python))
 }
 
 fn with_stores(context: &Context) -> Result<()> {
     let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
     let mut program = context.program("store::servers")?;
-    context.run(servers.tell(program.args(["--ignored", "--nocapture"])))
+    context.some(servers.tell(program.args(["--ignored", "--nocapture"])))
 }
 
 fn with_ucx(context: &Context) -> Result<()> {
@@ -408,8 +445,9 @@ fn with_ucx(context: &Context) -> Result<()> {
 }
 
 fn loom(context: &Context) -> Result<()> {
-    context.logged(
+    context.some(
         Command::new("cargo")
+            .current_dir(context.root)
             .args(["test", "-p", "driftless-buffer", "--lib", "interleavings"])
             .env("RUSTFLAGS", "--cfg loom")
             // Another cfg is another build of every dependency.
@@ -426,6 +464,9 @@ fn fuzz(context: &Context) -> Result<()> {
     } else {
         ("-max_total_time=20", "-seed=1")
     };
+    if targets.trim().is_empty() {
+        return Err(Error::check("cargo fuzz list", "targets", "none"));
+    }
     for target in targets.lines() {
         context.cargo(&["+nightly", "fuzz", "run", target, "--", limit, seed, "-max_len=16384"])?;
     }
@@ -434,8 +475,9 @@ fn fuzz(context: &Context) -> Result<()> {
 
 fn asan(context: &Context) -> Result<()> {
     let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-    context.logged(
+    context.some(
         Command::new("cargo")
+            .current_dir(context.root)
             .args(["+nightly", "test", "-p", "driftless-buffer", "--lib", "--target", &target])
             .env("RUSTFLAGS", "-Zsanitizer=address")
             // The crash tests forget reservations on purpose, as a crash does.
@@ -447,9 +489,9 @@ fn asan(context: &Context) -> Result<()> {
 fn miri(context: &Context) -> Result<()> {
     let own = context.root.join("target/miri");
     let log = ["--lib", "--", "layout", "ledger", "wire", "cursor", "tests::crash"];
-    context.logged(foreign::miri("driftless-buffer").args(log).env("CARGO_TARGET_DIR", &own))?;
-    let codec = ["--lib", "--test", "golden"];
-    context.logged(foreign::miri("driftless-delta").args(codec).env("CARGO_TARGET_DIR", &own))
+    let run = |miri: &mut Command| context.some(miri.current_dir(context.root).env("CARGO_TARGET_DIR", &own));
+    run(foreign::miri("driftless-buffer").args(log))?;
+    run(foreign::miri("driftless-delta").args(["--lib", "--test", "golden"]))
 }
 
 fn neon(context: &Context) -> Result<()> {

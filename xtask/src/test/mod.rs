@@ -37,6 +37,8 @@ struct Lane {
     needs: &'static [Need],
     /// Test programs that it runs; they are built before, for all lanes at once.
     programs: Tests,
+    /// Lanes whose product it takes; they run before it even where they are not named.
+    takes: &'static [&'static str],
     /// Lanes that come before it, where they run at all.
     after: &'static [&'static str],
     run: fn(&Context) -> Result<()>,
@@ -85,10 +87,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         (lane, run_lane(lane, &context, run))
     });
     report.sort_by_key(|(lane, _)| LANES.iter().position(|other| other.name == lane.name));
-    summarise(&report, options.ci, begin.elapsed())
+    if report.len() != chosen.len() {
+        let ran: Vec<_> = report.iter().map(|(lane, _)| lane.name).collect();
+        return Err(Error::check("lanes that ran", format!("{}", chosen.len()), ran.join(", ")));
+    }
+    // Where everything can be installed, a skip hides something; and whoever names a lane wants to know what it says.
+    summarise(&report, options.ci || !options.lanes.is_empty(), begin.elapsed())
 }
 
-/// The lanes of these names, or those that run without being named; with the build of the programs that they run.
+/// The lanes of these names, or those that run without being named; with those that make what they take.
 fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
     if let Some(name) = names.iter().find(|n| LANES.iter().all(|l| l.name != n.as_str())) {
         let known: Vec<_> = LANES.iter().map(|l| l.name).collect();
@@ -98,8 +105,14 @@ fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
         [] => !lanes::BY_NAME.contains(&lane.name),
         names => names.iter().any(|n| n == lane.name),
     };
-    let runs_programs = LANES.iter().filter(wanted).any(|lane| !matches!(lane.programs, Tests::None));
-    Ok(LANES.iter().filter(|lane| wanted(lane) || (lane.name == BUILD && runs_programs)).collect())
+    let taken: BTreeSet<_> = LANES.iter().filter(wanted).flat_map(taken).collect();
+    Ok(LANES.iter().filter(|lane| wanted(lane) || taken.contains(lane.name)).collect())
+}
+
+/// The lanes whose product this one takes.
+fn taken(lane: &Lane) -> Vec<&'static str> {
+    let build = (!matches!(lane.programs, Tests::None)).then_some(BUILD);
+    lane.takes.iter().copied().chain(build).collect()
 }
 
 /// Whether the lanes run all test programs, and else which.
@@ -114,8 +127,7 @@ fn wanted(lanes: &[&Lane]) -> (bool, Vec<&'static str>) {
 
 /// The lanes that come before this one.
 fn before(lane: &Lane) -> Vec<&'static str> {
-    let build = (!matches!(lane.programs, Tests::None)).then_some(BUILD);
-    lane.after.iter().copied().chain(build).collect()
+    lane.after.iter().copied().chain(taken(lane)).collect()
 }
 
 fn build(context: &Context, names: Option<&[&str]>) -> Result<()> {
@@ -152,7 +164,7 @@ fn run_lane(lane: &Lane, context: &Context, run: impl Fn(&Context) -> Result<()>
     }
 }
 
-fn summarise(report: &[(&Lane, Outcome)], ci: bool, whole: Duration) -> Result<()> {
+fn summarise(report: &[(&Lane, Outcome)], all: bool, whole: Duration) -> Result<()> {
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     let recorded = record::last();
     println!("\nlane       time  recorded  result");
@@ -176,8 +188,7 @@ fn summarise(report: &[(&Lane, Outcome)], ci: bool, whole: Duration) -> Result<(
         println!("{:8} {time:>6}  {before:>8}  {result}", lane.name);
     }
     println!("\nlanes: {passed} passed, {failed} failed, {skipped} skipped, {} s in all", whole.as_secs());
-    // Where everything can be installed, a skip hides something.
-    let bad = if ci { failed + skipped } else { failed };
+    let bad = if all { failed + skipped } else { failed };
     if bad == 0 { Ok(()) } else { Err(Error::Lanes(bad)) }
 }
 
@@ -219,5 +230,16 @@ impl Context<'_> {
     /// Runs a test program where cargo would.
     fn run(&self, program: &mut Command) -> Result<()> {
         process::run_logged(self.told(program), &self.log)
+    }
+
+    /// Runs the tests of a command that match its filters. None that does is a failure: a test that was renamed would
+    /// be missed by nothing else.
+    fn some(&self, tests: &mut Command) -> Result<()> {
+        let before = process::tests_passed(&self.log);
+        self.run(tests)?;
+        match process::tests_passed(&self.log) > before {
+            true => Ok(()),
+            false => Err(Error::check(&process::shown(tests), "a test that passes", "none")),
+        }
     }
 }

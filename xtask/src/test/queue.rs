@@ -1,10 +1,10 @@
-//! Two lanes run at a time. Each begins as soon as what it needs is done.
+//! Three lanes run at a time. Each begins as soon as what it needs is done.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Lanes that run at once.
-const AT_ONCE: usize = 2;
+/// Lanes that run at once. Tests wait more than they compute: for processes, polls and deadlines.
+const AT_ONCE: usize = 3;
 
 /// One thing to do, and the names of those that come before it.
 pub(super) struct Job<T> {
@@ -37,10 +37,9 @@ pub(super) fn run<T: Send, R: Send>(jobs: Vec<Job<T>>, one: impl Fn(T) -> R + Sy
     let (ended, results) = (Condvar::new(), Mutex::new(Vec::new()));
     let work = || {
         while let Some(job) = next(&state, &ended) {
+            let _end = End { name: job.name, state: &state, ended: &ended };
             let result = one(job.what);
             lock(&results).push(result);
-            lock(&state).running.remove(job.name);
-            ended.notify_all();
         }
     };
     std::thread::scope(|scope| {
@@ -49,6 +48,20 @@ pub(super) fn run<T: Send, R: Send>(jobs: Vec<Job<T>>, one: impl Fn(T) -> R + Sy
         }
     });
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Says that a job has ended, when this is dropped: also by a panic.
+struct End<'a, T> {
+    name: &'static str,
+    state: &'a Mutex<State<T>>,
+    ended: &'a Condvar,
+}
+
+impl<T> Drop for End<'_, T> {
+    fn drop(&mut self) {
+        lock(self.state).running.remove(self.name);
+        self.ended.notify_all();
+    }
 }
 
 /// The next job, once there is one that may begin; none when none is left.
@@ -85,9 +98,16 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_run_at_once() {
-        let both = std::sync::Barrier::new(2);
-        let ended = run(vec![job("a", &[]), job("b", &[])], |_| both.wait());
-        assert_eq!(ended.len(), 2);
+    fn jobs_run_at_once() {
+        let all = std::sync::Barrier::new(AT_ONCE);
+        let names = ["a", "b", "c"];
+        let ended = run(names.map(|name| job(name, &[])).into(), |_| all.wait());
+        assert_eq!(ended.len(), AT_ONCE);
+    }
+
+    #[test]
+    #[should_panic(expected = "a scoped thread panicked")]
+    fn job_that_panics_holds_nothing_up() {
+        run(vec![job("a", &[]), job("b", &["a"])], |name| assert_ne!(name, "a"));
     }
 }

@@ -28,8 +28,8 @@ ONE_OF = {
     "tis_level": LEVELS,
     "tis_mode": ("clip", "mask"),
 }
-# The loop has done them when it sends an advantage.
-OF_THE_LOOP = {"disable_grpo_std_normalization", "normalize_advantages"}
+# The loop has done the first two when it sends an advantage; of the others no figure depends.
+IGNORED = {"disable_grpo_std_normalization", "normalize_advantages", "balance_data", "optimizer_cpu_offload"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Options:
         given = given | {"temperature": hello.get("temperature")}
         known = {field.name: field for field in fields(cls)}
         for name in changed:
-            if name not in known and name not in OF_THE_LOOP:
+            if name not in known and name not in IGNORED:
                 raise Refused(f"hello: options: `{name}` is {given.get(name)!r}, which this learner does not do")
         for name, field in known.items():
             if name not in given or not _fits(field.type, given[name]):
