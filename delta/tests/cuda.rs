@@ -1,5 +1,5 @@
-//! The codec on a real device against the crate's own. Without a device each test says why it is skipped;
-//! `src/cuda/tests.rs` runs the kernels on the processor then.
+//! The codec on a real device against the crate's own. Without a device each test says why it is skipped, unless
+//! `DRIFTLESS_GPU_REQUIRED` is set, as lane `gpu` does; `src/cuda/tests.rs` runs the kernels on the processor then.
 #![allow(unsafe_code, reason = "tensors at addresses that do not suit")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,6 +15,7 @@ fn codec() -> Option<Codec> {
     match Codec::open(0) {
         Ok(codec) => Some(codec),
         Err(error) => {
+            assert!(std::env::var_os("DRIFTLESS_GPU_REQUIRED").is_none(), "{error}");
             eprintln!("skipped: {error}");
             None
         }

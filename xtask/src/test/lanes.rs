@@ -248,9 +248,9 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "gpu",
-        what: "the learner on CUDA against the CPU, its bits twice, a few steps of the demo, speeds",
+        what: "the codec and the learner on CUDA against the CPU, its bits twice, a few steps of the demo, speeds",
         needs: &[Need::Libtorch, Need::Gpu],
-        programs: Tests::None,
+        programs: Tests::Some(&["delta::cuda"]),
         takes: &[],
         after: &[],
         run: gpu,
@@ -502,6 +502,7 @@ fn neon(context: &Context) -> Result<()> {
 }
 
 fn gpu(context: &Context) -> Result<()> {
+    context.some(context.program("delta::cuda")?.env("DRIFTLESS_GPU_REQUIRED", "1").arg("--nocapture"))?;
     let learner = ["bench", "-p", "driftless-torch", "--bench", "learner", "--"];
     let device = ["--device", "cuda:0"];
     for args in [
