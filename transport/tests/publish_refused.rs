@@ -215,16 +215,50 @@ impl Shard for Only {
     }
 }
 
+fn only(weights: Weights) -> Only {
+    let slices = weights.infos.iter().cloned().map(|info| Slice::whole(info).unwrap()).collect();
+    Only(weights, slices)
+}
+
+fn rank(attempt: &str) -> Rank {
+    Rank { rank: 0, ranks: 1, attempt: attempt.to_owned() }
+}
+
+#[test]
+fn tied_head_that_parted_is_refused_when_ranks_are_joined() {
+    let world = World::new();
+    let mut publisher = world.publisher(Start::NewRun, |_| ());
+    let mut weights = weights();
+    for name in ["embed_tokens.weight", "lm_head.weight"] {
+        weights.set(name, Dtype::Bf16, &[40, 8], |_| 0x3c);
+    }
+    weights.file("config.json", br#"{"tie_word_embeddings": true}"#);
+    let mut parted = weights.clone();
+    parted.tensor_mut("lm_head.weight")[0] ^= 1;
+    let mut publish = |weights: Weights, attempt: &str| {
+        publisher.publish_with_ranks(
+            &only(weights),
+            step(0),
+            Mode::Full,
+            &rank(attempt),
+            Duration::from_secs(60),
+        )
+    };
+    let error = publish(parted, "a").unwrap_err();
+    assert!(
+        matches!(&error, Error::TensorMismatch { tensor, .. } if tensor == "lm_head.weight"),
+        "{error:?}"
+    );
+    assert_eq!(world.newest(), None, "nothing was committed");
+    publish(weights.clone(), "b").unwrap();
+    world.assert_reader(0, &weights);
+}
+
 #[test]
 fn ranks_are_refused_the_same() {
     let world = World::new();
     let mut publisher = world.publisher(Start::NewRun, |_| ());
     publisher.publish(&weights(), step(0), Mode::Delta).unwrap();
-    let rank = |attempt: &str| Rank { rank: 0, ranks: 1, attempt: attempt.to_owned() };
-    let only = |weights: Weights| {
-        let slices = weights.infos.iter().cloned().map(|info| Slice::whole(info).unwrap()).collect();
-        Only(weights, slices)
-    };
     let mut wrong = weights();
     put(&mut wrong, BAD[0]);
     let error = publisher.publish_part(&only(wrong), step(1), Mode::Delta, &rank("a")).unwrap_err();

@@ -280,7 +280,7 @@ impl Publisher {
             finite::check_all(&checkpoint)?;
         }
         let tables = Tables::of(&checkpoint)?;
-        tied::refuse_parted(&checkpoint, &tables.tensors)?;
+        tied::refuse_parted(checkpoint.files(), &tables.tensors)?;
         let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
         let encode = begin.elapsed();
         let committed = self.commit(manifest)?;
@@ -353,7 +353,7 @@ impl Publisher {
             tables.changed += changed;
             done.push(Done { index, twins, digest });
         }
-        tied::refuse_parted(snapshot, &tables.tensors)?;
+        tied::refuse_parted(snapshot.files(), &tables.tensors)?;
         Ok(Encoded { kind: plan.kind, full_because, left_out, tables, objects, done })
     }
 

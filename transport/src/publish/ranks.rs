@@ -8,11 +8,12 @@ use super::encode::Done;
 use super::options::{FullBecause, Mode, Published, Rank, Step};
 use super::part::{Expected, PartManifest, PartSlice, holds, join};
 use super::shard::{Shard, Slice};
-use super::{Attempt, Publisher, Selection, Standing, plan};
+use super::{Attempt, Publisher, Selection, Standing, plan, tied};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX, Tensor};
 use crate::run::Committed;
+use crate::snapshot::AuxFile;
 
 /// First and longest time between two polls of the store for what another rank does.
 const POLL: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
@@ -114,7 +115,8 @@ impl Publisher {
     ///
     /// # Errors
     /// Those of [`Publisher::publish_part`], and of [`Publisher::join`] on rank 0 or
-    /// [`Publisher::await_join`] on the others.
+    /// [`Publisher::await_join`] on the others; on rank 0 also [`Error::TensorMismatch`] for an output head that
+    /// is not the word embeddings, though its `config.json` ties them.
     pub fn publish_with_ranks(
         &mut self,
         shard: &dyn Shard,
@@ -125,7 +127,7 @@ impl Publisher {
     ) -> Result<(PublishedPart, Option<Published>)> {
         let part = self.publish_part(shard, step, mode, rank)?;
         let published = match rank.rank {
-            0 => Some(self.join(rank, deadline)?),
+            0 => Some(self.join_with(rank, deadline, shard.files())?),
             _ => self.await_join(&part, deadline).map(|_| None)?,
         };
         let slices = part.part.slices.iter().enumerate();
@@ -148,7 +150,14 @@ impl Publisher {
     /// those of a full version are not and that is not allowed; [`Error::Cancelled`] as
     /// [`Publisher::stop_on`] says; otherwise as [`Publisher::publish`]. Nothing is committed then, and the
     /// ranks may publish their parts again, as another attempt.
+    ///
+    /// Whether an output head parted from the embeddings that `config.json` ties it to is not looked at here: only
+    /// [`Publisher::publish_with_ranks`] has the config at hand.
     pub fn join(&mut self, rank: &Rank, deadline: Duration) -> Result<Published> {
+        self.join_with(rank, deadline, &[])
+    }
+
+    fn join_with(&mut self, rank: &Rank, deadline: Duration, files: &[AuxFile]) -> Result<Published> {
         rank.check()?;
         self.catch_up(Mode::Delta)?;
         let begin = Instant::now();
@@ -166,6 +175,7 @@ impl Publisher {
             representation: replica.manifest().map(|manifest| &manifest.representation),
         };
         let manifest = join(parts, &expected)?;
+        tied::refuse_parted(files, &manifest.tensors)?;
         let full_because = match (manifest.kind, replica.manifest()) {
             (Kind::Delta, Some(base)) => {
                 crate::replica::check_same_form(base, &manifest)?;

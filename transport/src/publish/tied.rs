@@ -6,7 +6,7 @@ use super::plan::tensor_bytes;
 use super::shard::Whole;
 use crate::error::{Error, Result};
 use crate::manifest::{Manifest, Tensor};
-use crate::snapshot::Snapshot;
+use crate::snapshot::{AuxFile, Snapshot};
 use crate::tied::{is_head, is_tied, parted_head};
 
 /// Takes out of `chosen`, positions of a snapshot's tensors, the output heads that `config.json` ties to the
@@ -60,8 +60,8 @@ fn are_equal(snapshot: &dyn Snapshot, a: usize, b: usize) -> Result<bool> {
 ///
 /// # Errors
 /// [`Error::TensorMismatch`].
-pub(super) fn refuse_parted(snapshot: &dyn Snapshot, tensors: &[Tensor]) -> Result<()> {
-    match parted_head(tensors).filter(|_| is_tied(snapshot.files())) {
+pub(super) fn refuse_parted(files: &[AuxFile], tensors: &[Tensor]) -> Result<()> {
+    match parted_head(tensors).filter(|_| is_tied(files)) {
         None => Ok(()),
         Some(head) => Err(Error::TensorMismatch {
             tensor: head.to_owned(),
