@@ -80,6 +80,19 @@ fn prompts_come_in_from_slimes_files() {
 }
 
 #[test]
+fn prompts_of_a_run_go_into_its_log() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let file = dir.path().join("more.jsonl");
+    std::fs::write(&file, "{\"input\": \"a\"}\n").expect("a file");
+    let done = json(driftless().args(["log", "import"]).args([&run_dir, &file]));
+    assert_eq!(done["prompts"].as_u64(), Some(1), "{done}");
+    assert_eq!(Reader::open(&run_dir.join("log")).expect("a log").prompts(PromptState::Waiting).len(), 2);
+    let beside = std::fs::read_dir(&run_dir).expect("a run").count();
+    assert_eq!(beside, 2, "no other log begins beside the run's");
+}
+
+#[test]
 fn import_into_a_log_that_does_not_say_its_run_wants_to_be_told() {
     let dir = tempfile::tempdir().expect("a directory");
     let (root, file) = (dir.path().join("log"), dir.path().join("prompts.jsonl"));

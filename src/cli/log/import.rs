@@ -1,6 +1,6 @@
 //! `driftless log import`: slime's prompt files into the log, as prompts that wait.
 
-use super::texts::TOKENIZER_BYTES_MAX;
+use super::texts::{TOKENIZER_BYTES_MAX, log_in};
 use crate::cli::data::source;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
@@ -22,7 +22,7 @@ const OWNER: Duration = Duration::from_secs(10);
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The log; made if it is absent.
+    /// The log, or the run that it is of (its directory `log`); made if it is absent.
     dir: PathBuf,
     /// JSONL files, one object a line. `FILE@[100:200]` takes lines 100 to 199, counted from 0 without empty
     /// ones.
@@ -80,7 +80,9 @@ impl Sink {
     }
 }
 
-pub(super) fn run(args: &Args, output: Output) -> Result<()> {
+pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
+    args.dir = log_in(args.dir);
+    let args = &args;
     // Everything is read once before anything is written: a bad line costs nothing.
     for file in &args.files {
         each(args, file, |_| Ok(()))?;

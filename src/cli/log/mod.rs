@@ -26,7 +26,7 @@ Examples:
   driftless log tail runs/first --follow --json | jq .reward
   driftless log verify runs/first
   driftless log export runs/first rollouts.parquet --text
-  driftless log import runs/first/log prompts.jsonl@[0:5000] --input-key prompt
+  driftless log import runs/first prompts.jsonl@[0:5000] --input-key prompt
 
 All but `import` are read-only. All are safe beside the process that owns the log; `import` then writes through it.";
 
@@ -84,7 +84,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         Command::Show(args) => show::run(&args, output),
         #[cfg(feature = "arrow")]
         Command::Export(args) => export::run(&args, output),
-        Command::Import(args) => import::run(&args, output),
+        Command::Import(args) => import::run(args, output),
     }
 }
 

@@ -13,8 +13,13 @@ pub(super) const TOKENIZER_BYTES_MAX: u64 = 1 << 30;
 /// The log that `dir` is, or that the run in `dir` has.
 pub(super) fn log_of(dir: &Path) -> Result<PathBuf> {
     paths::check_dir("run or log", dir)?;
+    Ok(log_in(dir.to_owned()))
+}
+
+/// The same of a directory that may be absent.
+pub(super) fn log_in(dir: PathBuf) -> PathBuf {
     let inside = dir.join("log");
-    Ok(if inside.is_dir() { inside } else { dir.to_owned() })
+    if inside.is_dir() { inside } else { dir }
 }
 
 /// A log with the tokenizer that its ids are of.
