@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// `tch` 0.24 accepts exactly this one.
 const VERSION: &str = "2.11.0";
+const LIBRARY: &str = "torch/lib/libtorch_cpu.so";
 
 /// Where libtorch is: $LIBTORCH, or `.venv/libtorch`, which is made if absent.
 pub(crate) fn install() -> Result<PathBuf> {
@@ -13,10 +14,11 @@ pub(crate) fn install() -> Result<PathBuf> {
         return Ok(path);
     }
     let home = crate::cache_dir()?.join(format!("libtorch-{VERSION}"));
-    if !home.join("torch/lib/libtorch_cpu.so").exists() {
+    if !home.join(LIBRARY).exists() {
         println!("libtorch {VERSION}: downloading three wheels (1.25 GB) ...");
         let torch = format!("torch=={VERSION}");
-        install::wheels(&home, &[&torch, "nvidia-cuda-runtime==13.0.*", "nvidia-cuda-cupti==13.0.*"])?;
+        let wheels = [&torch, "nvidia-cuda-runtime==13.0.*", "nvidia-cuda-cupti==13.0.*"];
+        install::wheels(&home, LIBRARY, &wheels)?;
     }
     link(&home)?;
     Ok(local())

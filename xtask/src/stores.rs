@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 
 const MOTO: &str = "5.2.5";
 const AZURITE: &str = "3.37.0";
+/// A file of a complete installation of each.
+const MOTO_PYTHON: &str = "bin/python";
+const AZURITE_MAIN: &str = "node_modules/azurite/dist/src/blob/main.js";
 const PACKAGES: [&str; 5] = ["radosgw", "ceph-mon", "ceph-osd", "ceph-mgr", "ceph-common"];
 const PROGRAMS: [&str; 6] = ["radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "ceph-authtool"];
 
@@ -53,7 +56,7 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     }
     if !moto(cache).is_file() {
         println!("stores: moto {MOTO}");
-        install::into_place(&home(cache, "moto", MOTO), |partial| {
+        install::into_place(&home(cache, "moto", MOTO), MOTO_PYTHON, |partial| {
             process::run(Command::new("python3").args(["-m", "venv"]).arg(partial))?;
             // Its scripts name the directory they were made in and do not survive the renaming; its
             // interpreter does.
@@ -62,7 +65,7 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     }
     if !azurite(cache).is_file() {
         println!("stores: azurite {AZURITE}");
-        install::into_place(&home(cache, "azurite", AZURITE), |partial| {
+        install::into_place(&home(cache, "azurite", AZURITE), AZURITE_MAIN, |partial| {
             let mut npm = Command::new("npm");
             npm.args(["install", "--silent", "--no-audit", "--no-fund", "--prefix"]);
             process::run(npm.arg(partial).arg(format!("azurite@{AZURITE}")))
@@ -75,13 +78,12 @@ fn home(cache: &Path, name: &str, version: &str) -> PathBuf {
     cache.join(format!("{name}-{version}"))
 }
 
-/// A file of a complete installation.
 fn moto(cache: &Path) -> PathBuf {
-    home(cache, "moto", MOTO).join("bin/python")
+    home(cache, "moto", MOTO).join(MOTO_PYTHON)
 }
 
 fn azurite(cache: &Path) -> PathBuf {
-    home(cache, "azurite", AZURITE).join("node_modules/azurite/dist/src/blob/main.js")
+    home(cache, "azurite", AZURITE).join(AZURITE_MAIN)
 }
 
 /// Running servers with an empty bucket each; they end with this value, and with this process however that
@@ -219,9 +221,11 @@ impl Ceph {
         let begin = Instant::now();
         while begin.elapsed() < READY {
             let mut ask = self.command("ceph", &["--connect-timeout", "5"]);
-            let answer = process::output_logged(ask.args(args), &self.log);
-            if answer.is_ok_and(|answer| answer.contains(expected)) {
-                return Ok(());
+            match process::output_logged(ask.args(args), &self.log) {
+                Ok(answer) if answer.contains(expected) => return Ok(()),
+                Ok(_) | Err(Error::Failed { .. }) => {}
+                // It could not be asked.
+                Err(error) => return Err(error),
             }
             std::thread::sleep(Duration::from_millis(100));
         }

@@ -8,9 +8,11 @@ use std::path::{Path, PathBuf};
 /// which the lane does not use.
 const WHEELS: [(&str, &str); 2] = [("libucx-cu12", "1.14.1.post2"), ("libucx-cu13", "1.22.0")];
 
+const LIBRARY: &str = "libucx/lib/libucp.so.0";
+
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
-    let found = releases(cache).iter().all(|(_, libraries)| libraries.join("libucp.so.0").exists());
+    let found = WHEELS.iter().all(|(name, version)| home(cache, name, version).join(LIBRARY).exists());
     (!found).then(|| "UCX 1.14 and 1.22 (cargo xtask test --ci ucx, 68 MB)".to_owned())
 }
 
@@ -23,9 +25,9 @@ pub(crate) fn releases(cache: &Path) -> [(&'static str, PathBuf); 2] {
 pub(crate) fn install(cache: &Path) -> Result<()> {
     for (name, version) in WHEELS {
         let home = home(cache, name, version);
-        if !home.is_dir() {
+        if !home.join(LIBRARY).exists() {
             println!("ucx: {name} {version}");
-            install::wheels(&home, &[&format!("{name}=={version}")])?;
+            install::wheels(&home, LIBRARY, &[&format!("{name}=={version}")])?;
         }
     }
     Ok(())
