@@ -2,13 +2,13 @@
 
 use serde_json::Value;
 
+use crate::error::{Error, Result};
 use crate::manifest::Tensor;
 use crate::snapshot::AuxFile;
 
 /// Whether `config.json`, of these files, ties the model's output head to its word embeddings. One that leaves
 /// this to the model's class, whose default is not known here, is taken for one that does not.
-#[must_use]
-pub fn is_tied(files: &[AuxFile]) -> bool {
+pub(crate) fn is_tied(files: &[AuxFile]) -> bool {
     let config = files.iter().find(|file| file.name() == "config.json");
     let Some(config) = config.and_then(|file| serde_json::from_slice::<Value>(file.bytes()).ok()) else {
         return false;
@@ -24,9 +24,24 @@ pub fn is_head(name: &str) -> bool {
     name.strip_suffix("lm_head.weight").is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
 }
 
-/// An output head that no other tensor equals. Where heads are tied, no engine generates with it.
-#[must_use]
-pub fn parted_head(tensors: &[Tensor]) -> Option<&str> {
+/// Refuses a version, of these files and tensors, whose output head is not its word embeddings though `config.json`
+/// ties them: engines would generate with the embeddings, and not with what was trained.
+///
+/// # Errors
+/// [`Error::TensorMismatch`] for the head.
+pub fn refuse_parted(files: &[AuxFile], tensors: &[Tensor]) -> Result<()> {
+    match parted_head(tensors).filter(|_| is_tied(files)) {
+        None => Ok(()),
+        Some(head) => {
+            let expected = "that of the word embeddings, as `tie_word_embeddings` of config.json says; engines \
+                            generate with these. Tie the model, or say `false` there";
+            Err(Error::mismatch(head, "content", expected, "that of no other tensor"))
+        }
+    }
+}
+
+/// An output head that no other tensor equals.
+fn parted_head(tensors: &[Tensor]) -> Option<&str> {
     let alike = |a: &Tensor, b: &Tensor| (a.dtype, &a.shape, a.digest) == (b.dtype, &b.shape, b.digest);
     let has_twin =
         |head: &Tensor| tensors.iter().any(|tensor| tensor.name != head.name && alike(tensor, head));

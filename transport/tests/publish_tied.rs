@@ -1,13 +1,17 @@
 //! Output heads that a config ties to the word embeddings: left out where engines get them back, and published otherwise.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-use std::sync::Arc;
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 use driftless_store::{Memory, Store};
 use driftless_testkit::publications::{RUN, Weights, assert_reader, orphans, step};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::publish::{FullBecause, LeftOut, Mode, Published, PublisherOptions, Start};
-use driftless_transport::{Dtype, Error, Publisher};
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Dtype, Error, Publisher, Snapshot};
 
 const EMBED: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
@@ -86,6 +90,56 @@ fn tied_head_is_left_out_of_every_version_and_that_is_reported() {
     // What `hf_state_dict` gives is the same layout.
     assert_eq!(publish(&mut publisher, &without_head(&weights)).unwrap().left_out, []);
     world.assert_reader(3, &without_head(&weights));
+}
+
+/// Weights that have to be read each time, by how often that is done.
+struct ReadWeights {
+    weights: Weights,
+    reads: RefCell<BTreeMap<String, u32>>,
+}
+
+impl Snapshot for ReadWeights {
+    fn tensors(&self) -> &[TensorInfo] {
+        self.weights.tensors()
+    }
+
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>, Error> {
+        *self.reads.borrow_mut().entry(self.tensors()[index].name.clone()).or_default() += 1;
+        self.weights.bytes(index).map(|bytes| Cow::Owned(bytes.into_owned()))
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        self.weights.files()
+    }
+}
+
+#[test]
+fn tied_head_that_has_to_be_read_is_read_once() {
+    let (world, mut weights) = (World::new(), both(TIED));
+    let mut publisher = world.publisher(Start::NewRun);
+    for (version, other) in [(0, 1), (1, 1)] {
+        let read = ReadWeights { weights: weights.clone(), reads: RefCell::default() };
+        let published = publisher.publish(&read, step(version), Mode::Delta).unwrap();
+        assert_eq!(published.left_out.len(), 1);
+        world.assert_reader(version, &without_head(&weights));
+        let reads = read.reads.into_inner();
+        // The embeddings are compared, and encoded.
+        assert_eq!((reads[HEAD], reads[EMBED], reads["model.other.weight"]), (1, 2, other), "{reads:?}");
+        train(&mut weights);
+    }
+}
+
+#[test]
+fn progress_counts_what_is_published() {
+    let (world, weights) = (World::new(), both(TIED));
+    let mut publisher = world.publisher(Start::NewRun);
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let ear = told.clone();
+    publisher.on_progress(Box::new(move |progress| {
+        ear.lock().unwrap().push((progress.bytes_encoded, progress.bytes_total));
+    }));
+    publish(&mut publisher, &weights).unwrap();
+    assert_eq!(*told.lock().unwrap(), [(640, 1280), (1280, 1280)]);
 }
 
 #[test]

@@ -171,9 +171,8 @@ fn publish(
     let baseline_dir = options.baseline_dir.clone();
     let mut publisher = Publisher::open(store, options)?;
     publisher.stop_on(stop);
-    let bar = progress::bytes(paths::tensor_bytes(&checkpoint)?, "publish");
-    let shown = bar.clone();
-    publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
+    let (bar, moved) = progress::publication();
+    publisher.on_progress(moved);
     let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
     if let Some(rank) = &rank {
         let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, args.mode, rank)?;

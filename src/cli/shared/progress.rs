@@ -1,5 +1,6 @@
 //! Progress bars on a terminal, plain lines elsewhere.
 
+use driftless::transport::publish::{Progress, ProgressFn};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 /// A bar of `total` steps, on standard error so that results can be piped.
@@ -10,6 +11,17 @@ pub(crate) fn bar(total: u64, what: &str) -> ProgressBar {
 /// A bar of `total` bytes.
 pub(crate) fn bytes(total: u64, what: &str) -> ProgressBar {
     drawn(Some(total), what, "{prefix:>9} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {msg}")
+}
+
+/// A bar of a publication's tensors, in bytes, and what moves it.
+pub(crate) fn publication() -> (ProgressBar, Box<ProgressFn>) {
+    let bar = bytes(0, "publish");
+    let shown = bar.clone();
+    let moved = move |progress: Progress| {
+        shown.set_length(progress.bytes_total);
+        shown.set_position(progress.bytes_encoded);
+    };
+    (bar, Box::new(moved))
 }
 
 /// Work without a known end, of which `text` tells whenever it is drawn.

@@ -77,9 +77,8 @@ pub(crate) fn publish(
         return Ok(None);
     }
     let checkpoint = Checkpoint::open(checkpoint)?;
-    let bar = progress::bytes(paths::tensor_bytes(&checkpoint)?, "publish");
-    let shown = bar.clone();
-    publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
+    let (bar, moved) = progress::publication();
+    publisher.on_progress(moved);
     let published = publisher.publish(&checkpoint)?;
     bar.finish_and_clear();
     Ok(Some(published))

@@ -248,6 +248,7 @@ impl Publisher {
         progress.tensors_total = tensors.len() as u64;
         // The new bytes, and the frame that is made of them.
         let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
+        progress.bytes_total = weights.iter().sum::<u64>() / 2;
         let bounds = Bounds { threads: threads(WORKERS_MAX), weight: MEMORY_MAX };
         let feed = |index: usize| {
             let bytes = snapshot.bytes(index)?;

@@ -24,7 +24,7 @@ impl Error {
     }
 
     /// Something about a tensor is not what it must be.
-    pub fn mismatch(
+    pub(crate) fn mismatch(
         tensor: impl Into<String>,
         what: &'static str,
         expected: impl Display,

@@ -72,8 +72,9 @@ impl PreparedTensor {
         Some([place(self.positions, POSITION_BYTES)?, place(self.new, size)?, place(self.old, size)?])
     }
 
-    /// As the checkpoint has it.
-    fn info(&self) -> TensorInfo {
+    /// The tensor as the checkpoint has it.
+    #[must_use]
+    pub fn info(&self) -> TensorInfo {
         TensorInfo { name: self.name.clone(), dtype: self.dtype, shape: self.shape.clone() }
     }
 }

@@ -53,6 +53,7 @@ use crate::replica::refuse_foreign_place;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;
 use crate::snapshot::{Snapshot, TensorInfo};
+use crate::tied::refuse_parted;
 use baseline::Baseline;
 use catch_up::is_lost;
 use device::{DeviceUse as Used, Devices};
@@ -280,7 +281,7 @@ impl Publisher {
             finite::check_all(&checkpoint)?;
         }
         let tables = Tables::of(&checkpoint)?;
-        tied::refuse_parted(checkpoint.files(), &tables.tensors)?;
+        refuse_parted(checkpoint.files(), &tables.tensors)?;
         let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
         let encode = begin.elapsed();
         let committed = self.commit(manifest)?;
@@ -353,7 +354,7 @@ impl Publisher {
             tables.changed += changed;
             done.push(Done { index, twins, digest });
         }
-        tied::refuse_parted(snapshot.files(), &tables.tensors)?;
+        refuse_parted(snapshot.files(), &tables.tensors)?;
         Ok(Encoded { kind: plan.kind, full_because, left_out, tables, objects, done })
     }
 

@@ -259,6 +259,8 @@ pub struct Progress {
     pub tensors: u64,
     /// Tensors in all.
     pub tensors_total: u64,
+    /// Bytes of all tensors that are published, before encoding.
+    pub bytes_total: u64,
     /// Bytes of the tensors encoded, before encoding.
     pub bytes_encoded: u64,
     /// Bytes stored.

@@ -8,12 +8,13 @@ use super::encode::Done;
 use super::options::{FullBecause, Mode, Published, Rank, Step};
 use super::part::{Expected, PartManifest, PartSlice, holds, join};
 use super::shard::{Shard, Slice};
-use super::{Attempt, Publisher, Selection, Standing, plan, tied};
+use super::{Attempt, Publisher, Selection, Standing, plan};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX, Tensor};
 use crate::run::Committed;
 use crate::snapshot::AuxFile;
+use crate::tied::refuse_parted;
 
 /// First and longest time between two polls of the store for what another rank does.
 const POLL: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
@@ -175,7 +176,7 @@ impl Publisher {
             representation: replica.manifest().map(|manifest| &manifest.representation),
         };
         let manifest = join(parts, &expected)?;
-        tied::refuse_parted(files, &manifest.tensors)?;
+        refuse_parted(files, &manifest.tensors)?;
         let full_because = match (manifest.kind, replica.manifest()) {
             (Kind::Delta, Some(base)) => {
                 crate::replica::check_same_form(base, &manifest)?;

@@ -3,6 +3,9 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use driftless_delta::Digest;
+
+use super::device::Devices;
 use crate::error::{Error, Result};
 use crate::snapshot::{AuxFile, Snapshot, TensorInfo};
 
@@ -121,6 +124,19 @@ impl Shard for Whole<'_> {
     fn files(&self) -> &[AuxFile] {
         self.snapshot.files()
     }
+}
+
+/// A slice's digest, found where it lies.
+pub(super) fn digest(shard: &dyn Shard, devices: &Devices, index: usize) -> Result<Digest> {
+    match devices.digest(shard, index) {
+        Some(digest) => Ok(digest),
+        None => Ok(digest_of(shard, index, &slice_bytes(shard, index)?)),
+    }
+}
+
+/// The digest of a slice's bytes.
+pub(super) fn digest_of(shard: &dyn Shard, index: usize, bytes: &[u8]) -> Digest {
+    Digest::of(shard.slices()[index].tensor.dtype.element(), 0, bytes)
 }
 
 /// A slice's bytes, as many as it says.

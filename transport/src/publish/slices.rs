@@ -7,7 +7,7 @@ use driftless_delta::Digest;
 
 use super::device::{DeviceJob, DeviceUse};
 use super::encode::{Coded, Coder, Encoder, Job, Payload, Payloads};
-use super::shard::slice_bytes;
+use super::shard::{digest, digest_of, slice_bytes};
 use super::upload::Packer;
 use super::{Progress, ProgressFn};
 use crate::dtype::Dtype;
@@ -104,7 +104,11 @@ impl Encoder<'_> {
             None => length.saturating_mul(coder.copies()),
         };
         let weights: Vec<u64> = lengths.iter().zip(&on_device).map(weigh).collect();
-        let state = Progress { tensors_total: chosen.len() as u64, ..Progress::default() };
+        let state = Progress {
+            tensors_total: chosen.len() as u64,
+            bytes_total: lengths.iter().copied().fold(0, u64::saturating_add),
+            ..Progress::default()
+        };
         let mut feed = Feed { encoder: self, chosen, on_device, alike: BTreeMap::new(), fed: 0 };
         let coded = Vec::with_capacity(chosen.len());
         let mut taken =
@@ -190,13 +194,9 @@ impl<'a> Feed<'a> {
     /// Digest of a slice's bytes, which are those of `work` if it is given.
     fn digest(&self, index: usize, work: Option<&Work<'_>>) -> Result<Digest> {
         let shard = self.encoder.shard;
-        let element = shard.slices()[index].tensor.dtype.element();
         match work {
-            Some(Work::Host(job)) => Ok(Digest::of(element, 0, &job.new)),
-            _ => match self.encoder.devices.digest(shard, index) {
-                Some(digest) => Ok(digest),
-                None => Ok(Digest::of(element, 0, &slice_bytes(shard, index)?)),
-            },
+            Some(Work::Host(job)) => Ok(digest_of(shard, index, &job.new)),
+            _ => digest(shard, self.encoder.devices, index),
         }
     }
 

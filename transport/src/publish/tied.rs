@@ -1,13 +1,16 @@
 //! Output heads that are left out of versions: engines take the word embeddings for them.
 
+use std::borrow::Cow;
+
+use driftless_delta::Digest;
+
 use super::device::Devices;
 use super::options::LeftOut;
-use super::plan::tensor_bytes;
-use super::shard::Whole;
-use crate::error::{Error, Result};
-use crate::manifest::{Manifest, Tensor};
-use crate::snapshot::{AuxFile, Snapshot};
-use crate::tied::{is_head, is_tied, parted_head};
+use super::shard::{Whole, digest, digest_of, slice_bytes};
+use crate::error::Result;
+use crate::manifest::Manifest;
+use crate::snapshot::Snapshot;
+use crate::tied::{is_head, is_tied};
 
 /// Takes out of `chosen`, positions of a snapshot's tensors, the output heads that `config.json` ties to the
 /// word embeddings, and that equal these. A head that the version before has stays: its run has that layout.
@@ -33,44 +36,49 @@ pub(super) fn leave_out(
     let mut left_out = Vec::new();
     for head in heads {
         let form = |at: usize| (tensors[at].dtype, &tensors[at].shape);
-        let others = chosen.iter().filter(|&&at| !is_head(&tensors[at].name) && form(at) == form(head));
-        let mut same_as = None;
-        for &other in others {
-            if devices.are_one(&shard, head, other) || are_equal(snapshot, head, other)? {
-                same_as = Some(tensors[other].name.clone());
-                break;
-            }
-        }
-        if let Some(same_as) = same_as {
-            left_out.push(LeftOut { tensor: tensors[head].name.clone(), same_as });
+        let others =
+            chosen.iter().copied().filter(|&at| !is_head(&tensors[at].name) && form(at) == form(head));
+        let others: Vec<usize> = others.collect();
+        if let Some(other) = find_same(&shard, devices, head, &others)? {
+            let [tensor, same_as] = [head, other].map(|at| tensors[at].name.clone());
+            left_out.push(LeftOut { tensor, same_as });
             chosen.retain(|&at| at != head);
         }
     }
     Ok(left_out)
 }
 
-fn are_equal(snapshot: &dyn Snapshot, a: usize, b: usize) -> Result<bool> {
-    let (a, b) = (tensor_bytes(snapshot, a)?, tensor_bytes(snapshot, b)?);
-    // Mostly they are one in memory.
-    Ok(std::ptr::eq::<[u8]>(&*a, &*b) || a == b)
+/// What a head is compared with: bytes that lie there anyway, or the digest of those that had to be read.
+enum Head<'a> {
+    Lent(&'a [u8]),
+    Read(Digest),
 }
 
-/// Refuses a version whose output head is not its word embeddings, though `config.json` ties them: no engine would
-/// generate with what was trained.
-///
-/// # Errors
-/// [`Error::TensorMismatch`].
-pub(super) fn refuse_parted(files: &[AuxFile], tensors: &[Tensor]) -> Result<()> {
-    match parted_head(tensors).filter(|_| is_tied(files)) {
-        None => Ok(()),
-        Some(head) => Err(Error::TensorMismatch {
-            tensor: head.to_owned(),
-            what: "content",
-            expected:
-                "that of the word embeddings, as `tie_word_embeddings` of config.json says; engines generate \
-                       with these. Tie the model, or say `false` there"
-                    .to_owned(),
-            found: "that of no other tensor".to_owned(),
-        }),
+/// The first of `others` that equals `head`. No more than one tensor is read at a time, and each once.
+fn find_same(shard: &Whole<'_>, devices: &Devices, head: usize, others: &[usize]) -> Result<Option<usize>> {
+    let is_it = |&&other: &&usize| devices.are_one(shard, head, other);
+    if let Some(&other) = others.iter().find(is_it) {
+        return Ok(Some(other));
     }
+    let known = match devices.digest(shard, head) {
+        Some(digest) => Head::Read(digest),
+        None => match slice_bytes(shard, head)? {
+            Cow::Borrowed(bytes) => Head::Lent(bytes),
+            Cow::Owned(bytes) => Head::Read(digest_of(shard, head, &bytes)),
+        },
+    };
+    for &other in others {
+        let is_same = match known {
+            // Mostly they are one in memory.
+            Head::Lent(bytes) => {
+                let other = slice_bytes(shard, other)?;
+                std::ptr::eq(bytes, &*other) || bytes == &*other
+            }
+            Head::Read(known) => digest(shard, devices, other)? == known,
+        };
+        if is_same {
+            return Ok(Some(other));
+        }
+    }
+    Ok(None)
 }
