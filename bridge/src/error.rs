@@ -415,12 +415,6 @@ impl Error {
     }
 }
 
-/// An error and its causes in one line.
-pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
-}
-
 fn during(first: &Option<String>) -> String {
     first.as_ref().map_or_else(String::new, |first| format!(", after: {first}"))
 }

@@ -4,25 +4,20 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use driftless_transport::manifest::Manifest;
-use driftless_transport::tied::{is_tied, parted_head};
+use driftless_transport::tied::refuse_parted;
 use driftless_transport::{Dtype, Snapshot};
 
 use super::config::ModelConfig;
 use super::fusing::{Fusing, Parameter};
 use crate::error::{Error, Result};
 
-/// Refuses a version whose output head is not its word embeddings, though its `config.json` ties them: the engine would
-/// generate with the embeddings, and not with what was trained.
+/// Refuses a version whose output head parted from the word embeddings that its `config.json` ties it to.
+///
+/// # Errors
+/// [`Error::Open`].
 pub(crate) fn check_tied(snapshot: &dyn Snapshot, place: &Path, manifest: &Manifest) -> Result<()> {
-    match parted_head(&manifest.tensors).filter(|_| is_tied(snapshot.files())) {
-        None => Ok(()),
-        Some(head) => Err(Error::Checkpoint {
-            path: place.into(),
-            tensor: head.into(),
-            expected: "equal to the word embeddings, which engines take for it as `tie_word_embeddings` of config.json says".into(),
-            found: "other elements".into(),
-        }),
-    }
+    let refused = refuse_parted(snapshot.files(), &manifest.tensors);
+    refused.map_err(|source| Error::Open { path: place.into(), source: Box::new(source) })
 }
 
 /// Refuses a snapshot that does not have the tensors of `config`, as far as those are known: exactly those where the
@@ -89,41 +84,5 @@ fn check_fused(snapshot: &dyn Snapshot, place: &Path, fusing: &Fusing, dtype: Dt
     match wanted.pop_first() {
         Some((name, (dtype, shape))) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
         None => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use driftless_store::Memory;
-    use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
-    use driftless_transport::{Publisher, Tensors};
-
-    use super::*;
-
-    #[test]
-    fn tied_head_that_is_another_matrix_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let weights = |head: u8, tied: bool| {
-            let config = format!(r#"{{"tie_word_embeddings": {tied}}}"#);
-            let tensors = Tensors::new().file("config.json", config).unwrap();
-            let tensors =
-                tensors.tensor("model.embed_tokens.weight", Dtype::Bf16, vec![2, 2], vec![1; 8]).unwrap();
-            tensors.tensor("lm_head.weight", Dtype::Bf16, vec![2, 2], vec![head; 8]).unwrap()
-        };
-        for (run, head) in [("equal", 1), ("other", 2)] {
-            let options = PublisherOptions::new(run, Start::NewRun, dir.path().join(run));
-            let mut publisher = Publisher::open(Arc::new(Memory::new()), options).unwrap();
-            // A publisher refuses it as well, where the config that it is given says so.
-            let version =
-                publisher.publish(&weights(head, false), Step::default(), Mode::Full).unwrap().version;
-            let manifest = publisher.run().get("policy", version).unwrap().manifest;
-            check_tied(&weights(head, false), Path::new("c"), &manifest).unwrap();
-            let refused = check_tied(&weights(head, true), Path::new("c"), &manifest)
-                .map_err(|error| error.to_string());
-            assert_eq!(refused.is_err(), run == "other", "{refused:?}");
-            assert!(refused.err().is_none_or(|text| text.contains("lm_head.weight should be equal")));
-        }
     }
 }

@@ -50,18 +50,18 @@ impl<'a> Lease<'a> {
         };
         self.unanswered = matches!(outcome, Err(Error::Deadline { .. }));
         match outcome {
-            Ok((generation, before)) => match unusable(&generation, before.as_deref(), minimum) {
-                None => {
-                    self.member.state().told = None;
-                    Attempt::Done(self.note(generation))
+            Ok((generation, before)) => {
+                self.member.state().replied();
+                match unusable(&generation, before.as_deref(), minimum) {
+                    None => Attempt::Done(self.note(generation)),
+                    Some(reason) => {
+                        self.note(generation);
+                        // Whatever made it unusable, asking again at once would make it so again.
+                        tokio::time::sleep(LOOK_EVERY).await;
+                        self.again(reason)
+                    }
                 }
-                Some(reason) => {
-                    self.note(generation);
-                    // Whatever made it unusable, asking again at once would make it so again.
-                    tokio::time::sleep(LOOK_EVERY).await;
-                    self.again(reason)
-                }
-            },
+            }
             Err(error) if error.is_transient() => {
                 self.member.failed(&error);
                 Attempt::Again(error.to_string())

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use driftless_store::chain_text;
 use tokio::time::Instant;
 
 use super::newest::Known;
@@ -39,8 +40,8 @@ pub(super) struct Standing {
     pub(super) left: bool,
     /// Why it did not do what it was asked, the last time that happened.
     pub(super) failure: Option<String>,
-    /// The failure that the log told of last, until the engine generates again.
-    pub(super) told: Option<String>,
+    /// The failure that the log told of last, until the engine gives a whole reply.
+    told: Option<String>,
 }
 
 impl Member {
@@ -133,14 +134,10 @@ impl Member {
 
     /// Takes the engine out until it is attached again.
     pub(super) fn failed(&self, error: &Error) {
-        let (mut state, failure) = (self.state(), chain(error));
-        // One that tells its version and fails at each generation comes back and goes out again all the time.
-        if state.up && state.told.as_ref() != Some(&failure) {
+        let failure = chain_text(error);
+        if self.state().failed(&failure) {
             tracing::warn!(engine = self.engine.url(), error = failure, "engine is out");
-            state.told = Some(failure.clone());
         }
-        state.up = false;
-        state.failure = Some(failure);
     }
 }
 
@@ -149,6 +146,22 @@ impl Standing {
     /// for.
     pub(super) fn may_take(&self, minimum: Option<&Label>) -> bool {
         self.up && minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
+    }
+
+    /// It failed. Returns whether the log has to tell of it: an engine that tells its version and fails at each
+    /// generation comes back and goes out again all the time.
+    fn failed(&mut self, failure: &str) -> bool {
+        let is_news = self.up && self.told.as_deref() != Some(failure);
+        if is_news {
+            self.told = Some(failure.to_owned());
+        }
+        (self.up, self.failure) = (false, Some(failure.to_owned()));
+        is_news
+    }
+
+    /// It gave a whole reply, and be it one that is too old to use: what it failed with is over.
+    pub(super) fn replied(&mut self) {
+        self.told = None;
     }
 
     fn label(&self) -> Option<Label> {
@@ -164,9 +177,42 @@ impl Standing {
     }
 }
 
-fn chain(error: &Error) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn standing() -> Standing {
+        let identity = Identity {
+            version: None,
+            device: None,
+            tp: 1,
+            dtype: driftless_transport::Dtype::Bf16,
+            config_compared: false,
+            tokenizer: None,
+            spans: true,
+            quantized: false,
+            load_format: None,
+            loads_only: None,
+            flushes: true,
+            labels_with_patch: false,
+            sessions: false,
+            saves_memory: false,
+        };
+        Standing { identity, up: true, serving: None, in_flight: 0, left: false, failure: None, told: None }
+    }
+
+    #[test]
+    fn failure_is_told_once_until_a_whole_reply_came() {
+        let mut state = standing();
+        assert!(state.failed("a") && !state.up, "it was up");
+        assert!(!state.failed("b"), "it is out already");
+        for (failure, is_news) in [("a", false), ("b", true), ("b", false)] {
+            state.up = true;
+            assert_eq!(state.failed(failure), is_news, "{failure}");
+            assert_eq!(state.describe(), failure);
+        }
+        state.replied();
+        state.up = true;
+        assert!(state.failed("b"));
     }
 }

@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftless_store::ContentDigest;
+use driftless_store::{ContentDigest, chain_text};
 use driftless_transport::Dtype;
 use driftless_transport::prepared::{self, PreparedDelta};
 
@@ -45,7 +45,7 @@ use self::compare::Wanted;
 use self::host::Host;
 use self::memory::{Found, Memory};
 use self::rank::{RankFile, Told};
-use crate::error::{Error, Result, chain};
+use crate::error::{Error, Result};
 
 /// Between two looks for deltas.
 const LOOK: Duration = Duration::from_millis(5);
@@ -63,12 +63,12 @@ struct Shared {
     dir: PathBuf,
     rank: Rank,
     /// Held while a delta is readied or written, so that nothing is readied while the engine loads.
-    state: Mutex<LiveWeights>,
+    state: Mutex<State>,
     /// What followers are told.
     told: Mutex<RankFile>,
 }
 
-struct LiveWeights {
+struct State {
     layout: Layout,
     memory: Box<dyn Memory>,
     /// The version that is live: its label, and its manifest's digest where it came by a delta.
@@ -156,7 +156,7 @@ impl LiveModel {
         let told = RankFile::of(rank);
         told.write(rank, dir)?;
         rank::sweep(dir);
-        let state = LiveWeights { layout, memory, label: None, manifest: None, ready: None };
+        let state = State { layout, memory, label: None, manifest: None, ready: None };
         let (state, told) = (Mutex::new(state), Mutex::new(told));
         let shared = Arc::new(Shared { dir: dir.into(), rank, state, told });
         let weak = Arc::downgrade(&shared);
@@ -227,7 +227,7 @@ impl std::fmt::Debug for LiveModel {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, LiveWeights> {
+    fn state(&self) -> MutexGuard<'_, State> {
         // A panic leaves weights that are not known, and `patch` has forgotten the label before.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -268,7 +268,7 @@ impl Shared {
     }
 
     /// The delta to a version, taken, if it is ready.
-    fn ready(&self, state: &mut LiveWeights, label: &str) -> Result<Option<Ready>> {
+    fn ready(&self, state: &mut State, label: &str) -> Result<Option<Ready>> {
         let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
         let ready = state.ready.take().filter(is_it);
         if ready.is_none() && state.label.as_deref() != Some(label) && self.is_first(label) {
@@ -320,7 +320,7 @@ impl Shared {
             return Err(Error::live("the live version", expected, found));
         }
         let began = Instant::now();
-        let LiveWeights { layout, memory, ready, .. } = &mut *state;
+        let State { layout, memory, ready, .. } = &mut *state;
         *ready = None;
         tied::check(layout, &delta)?;
         let (changes, found) = memory.prepare(layout, &delta)?;
@@ -374,7 +374,7 @@ fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>) {
             Ok(Some(delta)) => delta,
             Ok(None) => continue,
             Err(error) => {
-                news.insert(name.clone(), Told { target: String::new(), why_not: Some(chain(&error)) });
+                news.insert(name.clone(), Told { target: String::new(), why_not: Some(chain_text(&error)) });
                 continue;
             }
         };
@@ -397,9 +397,9 @@ fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>) {
 fn attempt(shared: &Shared, path: &Path) -> Option<Told> {
     let delta = match PreparedDelta::open(path) {
         Ok(delta) => delta?,
-        Err(error) => return Some(Told { target: String::new(), why_not: Some(chain(&error)) }),
+        Err(error) => return Some(Told { target: String::new(), why_not: Some(chain_text(&error)) }),
     };
     let target = delta.target().label.clone();
-    let why_not = shared.prepare(delta).err().map(|error| chain(&error));
+    let why_not = shared.prepare(delta).err().map(|error| chain_text(&error));
     Some(Told { target, why_not })
 }

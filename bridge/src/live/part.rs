@@ -1,7 +1,6 @@
 //! A delta for a layout: what threads, or the threads of a GPU, carry out.
 
 use driftless_transport::prepared::PreparedTensor;
-use driftless_transport::snapshot::TensorInfo;
 
 use super::layout::{DIMS_MAX, Layout};
 use crate::error::Result;
@@ -60,8 +59,7 @@ impl Parts {
         // A tied head changes with the word embeddings, as `tied` has seen.
         let placed = tensors.iter().enumerate().filter(|(_, tensor)| !layout.is_tied_head(&tensor.name));
         for (index, tensor) in placed {
-            let (name, dtype, shape) = (tensor.name.clone(), tensor.dtype, tensor.shape.clone());
-            for (live, view) in layout.places(&TensorInfo { name, dtype, shape })? {
+            for (live, view) in layout.places(&tensor.info())? {
                 if tensor.changed == 0 {
                     continue;
                 }
@@ -76,7 +74,7 @@ impl Parts {
                     changes: tensor.changed,
                     first_block: out.blocks,
                     first_compared: out.compared,
-                    width: dtype.size(),
+                    width: tensor.dtype.size(),
                     from: view.from,
                     to: view.to,
                     dims: view.dims.len() as u64,

@@ -137,7 +137,7 @@ impl Scene {
         let memory = memory(&layout);
         let dir = tempfile::tempdir().unwrap();
         let rank = Rank { port: 1, number: 0, of: 1 };
-        let state = LiveWeights { layout, memory, label: None, manifest: None, ready: None };
+        let state = State { layout, memory, label: None, manifest: None, ready: None };
         let (state, told) = (Mutex::new(state), Mutex::new(RankFile::of(rank)));
         let shared = Shared { dir: dir.path().join("plugins"), rank, state, told };
         shared.told.lock().unwrap().write(rank, &shared.dir).unwrap();

@@ -1,7 +1,6 @@
 //! Output heads that a model takes from its word embeddings.
 
 use driftless_transport::prepared::{PreparedDelta, PreparedTensor};
-use driftless_transport::snapshot::TensorInfo;
 
 use super::layout::Layout;
 use crate::error::{Error, Result};
@@ -15,19 +14,15 @@ pub(super) fn check(layout: &Layout, delta: &PreparedDelta) -> Result<()> {
     let tensors = delta.tensors();
     for head in tensors.iter().filter(|tensor| layout.is_tied_head(&tensor.name)) {
         let is_embedding = |tensor: &&PreparedTensor| {
-            let PreparedTensor { name, dtype, shape, .. } = tensor;
-            let info = TensorInfo { name: name.clone(), dtype: *dtype, shape: shape.clone() };
-            (*dtype, shape) == (head.dtype, &head.shape) && layout.has(&info)
+            (tensor.dtype, &tensor.shape) == (head.dtype, &head.shape) && layout.has(&tensor.info())
         };
         let mut known = tensors.iter().filter(is_embedding);
         let changes_alike = |tensor| delta.change_alike(head, tensor);
         let found = known.try_fold(false, |found, tensor| Ok(found || changes_alike(tensor)?));
         if !found.map_err(|error: driftless_transport::Error| Error::Offer { source: error.into() })? {
-            return Err(Error::Live {
-                what: format!("tensor {}", head.name),
-                expected: "changed as the word embeddings are, which this model takes for it".into(),
-                found: format!("{} other changes", head.changed),
-            });
+            let expected = "changed as the word embeddings are, which this model takes for it";
+            let found = format!("{} other changes", head.changed);
+            return Err(Error::live(format!("tensor {}", head.name), expected, found));
         }
     }
     Ok(())
@@ -39,8 +34,11 @@ mod tests {
 
     use driftless_transport::Dtype;
     use driftless_transport::prepared::checksum;
+    use driftless_transport::snapshot::TensorInfo;
     use serde_json::{Value, json};
 
+    use super::super::layout::{LiveCopy, LiveTensor, Strides};
+    use super::super::part::Parts;
     use super::super::tests::{put, version};
     use super::*;
 
@@ -67,6 +65,33 @@ mod tests {
         let path = dir.path().join("delta-1");
         put(&path, bytes, &header.to_string());
         check(layout, &PreparedDelta::open(&path).unwrap().unwrap())
+    }
+
+    #[test]
+    fn tied_head_has_no_part_of_its_own() {
+        let tensor = |name: &str, at: u64| -> PreparedTensor {
+            let tensor = json!({"name": name, "dtype": "BF16", "shape": [8, 4], "changed": 2, "positions": at,
+                "new": at + 8, "old": at + 16});
+            serde_json::from_value(tensor).unwrap()
+        };
+        let (storage, copy) = storage();
+        let info = tensor(EMBED, 0).info();
+        // SAFETY: nothing is read or written at the address.
+        let layout = unsafe { Layout::new(vec![info], vec![storage], vec![copy]) }.unwrap();
+        let tensors = [tensor(HEAD, 64), tensor(EMBED, 128)];
+        let error = Parts::new(&layout, &tensors, |at| at).unwrap_err().to_string();
+        assert!(error.contains(HEAD), "{error}");
+        let parts = Parts::new(&layout.with_tied_head(true), &tensors, |at| at).unwrap();
+        let [part] = &parts.parts[..] else { panic!("one copy of the embeddings: {parts:?}") };
+        assert_eq!((parts.tensors.as_slice(), parts.changes), (&[1][..], 2));
+        assert_eq!((part.positions, part.new, part.old, part.live), (128, 136, 144, 64));
+    }
+
+    /// Where the embeddings lie.
+    fn storage() -> (LiveTensor, LiveCopy) {
+        let strides = || Strides { offset: 0, strides: vec![4, 1] };
+        let live = LiveTensor { name: "storage".into(), dtype: Dtype::Bf16, address: 64, bytes: 64 };
+        (live, LiveCopy { tensor: 0, live: 0, size: vec![8, 4], from: strides(), to: strides() })
     }
 
     #[test]

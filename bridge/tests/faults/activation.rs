@@ -371,6 +371,16 @@ fn a_checkpoint_that_would_end_the_engine_is_not_posted() {
 }
 
 #[test]
+fn version_whose_tied_head_parted_is_not_loaded() {
+    let mut scene = Scene::new();
+    (scene.next, scene.manifest) = crate::parted(scene.dir.path());
+    scene.label = scene.manifest.label();
+    crate::refused_for_its_head(&scene.fails());
+    let changes = scene.engine.changes();
+    assert!(changes.iter().all(|path| path == "/continue_generation"), "{changes:?}");
+}
+
+#[test]
 fn an_engine_whose_config_is_elsewhere_needs_a_base() {
     let mut scene = Scene::new();
     scene.engine.engine().facts().launched.model_path = "/elsewhere/model".into();

@@ -252,6 +252,21 @@ fn memory_that_is_never_let_go_of_ends_in_a_deadline() {
 }
 
 #[test]
+fn version_whose_tied_head_parted_is_not_pushed() {
+    let mut scene = Scene::new(true);
+    (scene.next, scene.manifest) = crate::parted(scene.dir.path());
+    scene.label = scene.manifest.label();
+    crate::refused_for_its_head(&scene.fails());
+    let engine = scene.engine.fake.engine();
+    assert!(!engine.is_paused() && engine.memory.released.is_empty());
+    assert!(
+        !engine.calls.iter().any(|(path, _)| path == "/update_weights_from_tensor"),
+        "{:?}",
+        engine.calls
+    );
+}
+
+#[test]
 fn an_engine_without_the_call_is_refused_before_it_is_paused() {
     let mut scene = Scene::new(true);
     scene.engine.fake.fault("GET /update_weights_from_tensor", Fault::Answer(404, String::new()));

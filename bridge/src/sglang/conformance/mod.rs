@@ -21,10 +21,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use driftless_store::chain_text;
 use serde_json::{Value, json};
 
 use crate::engine::{Engine, Expected, Finish, GenerateRequest, Generation, PauseMode, Rid};
-use crate::error::chain;
 use crate::sglang::{Client, Dialect, DiskUpdate, DiskUpdated, Feature};
 
 /// Outcome of one check; any error fails it.
@@ -117,7 +117,7 @@ pub async fn run(subject: &Subject) -> Result<Report, Failure> {
 }
 
 fn failure(check: &'static str, subject: &Subject, error: &(dyn std::error::Error + 'static)) -> Failure {
-    Failure { check, engine: subject.client.url().into(), reason: chain(error) }
+    Failure { check, engine: subject.client.url().into(), reason: chain_text(error) }
 }
 
 /// Bound on waiting for the engine to come into a state.
