@@ -9,7 +9,7 @@ mod common;
 #[path = "../common/stage.rs"]
 mod stage;
 
-use common::Process;
+use common::{Process, driftless};
 use driftless::bridge::ClientOptions;
 use driftless::bridge::sglang::{Client, checksums};
 use driftless::buffer::{self, Reader};
@@ -17,10 +17,12 @@ use driftless::store::open;
 use driftless::transport::{Checkpoint, Run, Snapshot, Version};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
+use std::process::Stdio;
 
 use stage::{GROUPS, Role, SAMPLES, STEPS, Stage, cold_start};
 
@@ -205,6 +207,26 @@ fn status(port: u16, path: &str) -> String {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("an answer");
     answer.split(' ').nth(1).unwrap_or_default().to_owned()
+}
+
+/// The command without libtorch has all tests of pipes; this one has what that library could change.
+#[test]
+fn command_with_libtorch_ends_at_a_closed_or_a_full_pipe() {
+    for args in [&["--version"][..], &["serve", "--help"]] {
+        let (reader, closed) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let full = File::options().write(true).open("/dev/full").expect("a device");
+        for (out, code, words) in [(Stdio::from(closed), 141, ""), (full.into(), 1, "cannot be written")] {
+            let output = driftless().args(args).stdout(out).output().expect("it runs");
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(
+                (output.status.code(), said.is_empty()),
+                (Some(code), words.is_empty()),
+                "{args:?}: {said}"
+            );
+            assert!(said.contains(words), "{args:?}: {said}");
+        }
+    }
 }
 
 #[test]

@@ -191,7 +191,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "crash",
-        what: "kill -9 of trainer, follower and engine at 16 points",
+        what: "kill -9 of trainer, follower and engine at 16 points; signals and pipes of the command with libtorch",
         needs: &[Need::Libtorch],
         programs: Tests::Some(&["driftless::crash"]),
         takes: &[],
