@@ -190,7 +190,7 @@ mod tests {
             config_compared: false,
             tokenizer: None,
             spans: true,
-            quantized: false,
+            no_checksums: None,
             load_format: None,
             loads_only: None,
             flushes: true,
