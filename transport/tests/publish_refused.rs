@@ -8,9 +8,8 @@ use driftless_store::{Memory, Store};
 use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, step};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::manifest::Kind;
-use driftless_transport::publish::{FullBecause, Mode, PublisherOptions, Rank, Shard, Slice, Start};
-use driftless_transport::snapshot::AuxFile;
-use driftless_transport::{Dtype, Error, Publisher, Result, Run, Snapshot as _, Version};
+use driftless_transport::publish::{FullBecause, Mode, PublisherOptions, Rank, Slice, Sliced, Start};
+use driftless_transport::{Dtype, Error, Publisher, Result, Run, Version};
 
 /// Finite weights of several types.
 fn weights() -> Weights {
@@ -201,23 +200,16 @@ fn another_layout_is_refused_until_allowed_and_says_why() {
 }
 
 /// Weights as one rank of one publishes them.
-struct Only(Weights, Vec<Slice>);
-
-impl Shard for Only {
-    fn slices(&self) -> &[Slice] {
-        &self.1
-    }
-    fn bytes(&self, index: usize) -> Result<std::borrow::Cow<'_, [u8]>> {
-        self.0.bytes(index)
-    }
-    fn files(&self) -> &[AuxFile] {
-        &self.0.files
-    }
+fn only(weights: &Weights) -> Sliced<'_> {
+    let slices = weights.infos.iter().cloned().map(|info| Slice::whole(info).unwrap()).collect();
+    Sliced::new(weights, slices).unwrap()
 }
 
-fn only(weights: Weights) -> Only {
-    let slices = weights.infos.iter().cloned().map(|info| Slice::whole(info).unwrap()).collect();
-    Only(weights, slices)
+#[test]
+fn slices_are_as_many_as_tensors() {
+    let weights = weights();
+    let refused = Sliced::new(&weights, Vec::new()).map(drop);
+    assert!(matches!(&refused, Err(Error::BadSetting { found, .. }) if found == "0"), "{refused:?}");
 }
 
 fn rank(attempt: &str) -> Rank {
@@ -237,7 +229,7 @@ fn tied_head_that_parted_is_refused_when_ranks_are_joined() {
     parted.tensor_mut("lm_head.weight")[0] ^= 1;
     let mut publish = |weights: Weights, attempt: &str| {
         publisher.publish_with_ranks(
-            &only(weights),
+            &only(&weights),
             step(0),
             Mode::Full,
             &rank(attempt),
@@ -261,16 +253,16 @@ fn ranks_are_refused_the_same() {
     publisher.publish(&weights(), step(0), Mode::Delta).unwrap();
     let mut wrong = weights();
     put(&mut wrong, BAD[0]);
-    let error = publisher.publish_part(&only(wrong), step(1), Mode::Delta, &rank("a")).unwrap_err();
+    let error = publisher.publish_part(&only(&wrong), step(1), Mode::Delta, &rank("a")).unwrap_err();
     assert!(matches!(&error, Error::NotFinite { first: 70_000, .. }), "{error:?}");
     let mut wrong = weights();
     wrong.remove("b.f16");
-    publisher.publish_part(&only(wrong.clone()), step(1), Mode::Full, &rank("b")).unwrap();
+    publisher.publish_part(&only(&wrong), step(1), Mode::Full, &rank("b")).unwrap();
     let error = publisher.join(&rank("b"), Duration::ZERO).unwrap_err();
     assert!(matches!(&error, Error::LayoutChanged { .. }), "{error:?}");
     drop(publisher);
     let mut publisher = world.publisher(Start::Resume, |options| options.allow_layout_change = true);
-    publisher.publish_part(&only(wrong.clone()), step(1), Mode::Full, &rank("c")).unwrap();
+    publisher.publish_part(&only(&wrong), step(1), Mode::Full, &rank("c")).unwrap();
     publisher.join(&rank("c"), Duration::ZERO).unwrap();
     world.assert_reader(1, &wrong);
 }

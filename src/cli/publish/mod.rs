@@ -175,7 +175,7 @@ fn publish(
     publisher.on_progress(moved);
     let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
     if let Some(rank) = &rank {
-        let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, args.mode, rank)?;
+        let (version, bytes) = args.ranks.publish(&mut publisher, &checkpoint, step, args.mode, rank)?;
         bar.finish_and_clear();
         let run = finish(args, publisher);
         let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});

@@ -4,17 +4,14 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::{numbers, paths};
 use driftless::store::Store;
 use driftless::store::wait::Stop;
-use driftless::transport::publish::{Mode, Rank, Shard, Slice, Step};
-use driftless::transport::snapshot::AuxFile;
-use driftless::transport::{
-    Checkpoint, Error as Transport, Publisher, Result as TransportResult, Run, Snapshot, Version,
-};
+use driftless::transport::publish::{Mode, Rank, Slice, Sliced, Step};
+use driftless::transport::snapshot::TensorInfo;
+use driftless::transport::{Checkpoint, Publisher, Result as TransportResult, Run, Snapshot, Version};
 use serde::Deserialize;
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub(crate) struct RankArgs {
@@ -46,24 +43,6 @@ struct Place {
     start: u64,
 }
 
-/// A rank's checkpoint directory.
-struct Part {
-    checkpoint: Checkpoint,
-    slices: Vec<Slice>,
-}
-
-impl Shard for Part {
-    fn slices(&self) -> &[Slice] {
-        &self.slices
-    }
-    fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
-        self.checkpoint.bytes(index)
-    }
-    fn files(&self) -> &[AuxFile] {
-        self.checkpoint.files()
-    }
-}
-
 impl RankArgs {
     /// The rank, if this is one of several.
     pub(crate) fn rank(&self) -> Option<Rank> {
@@ -77,29 +56,19 @@ impl RankArgs {
 
     /// Waits for rank 0 to begin the run.
     pub(crate) fn wait_for_run(&self, store: &Arc<dyn Store>, name: &str, stop: &Stop) -> Result<()> {
-        let begin = Instant::now();
-        loop {
-            match Run::open(store.clone(), name) {
-                Err(Transport::NoSuchRun { .. }) if begin.elapsed() < self.deadline() => {
-                    if stop.wait(Duration::from_millis(100)) {
-                        return Err(Transport::Cancelled { what: "the wait for rank 0" }.into());
-                    }
-                }
-                opened => return Ok(opened.map(drop)?),
-            }
-        }
+        Ok(Run::open_within(store.clone(), name, self.deadline(), stop).map(drop)?)
     }
 
     /// Publishes the rank's part and waits until the version is committed, which rank 0 does.
     pub(crate) fn publish(
         &self,
         publisher: &mut Publisher,
-        checkpoint: Checkpoint,
+        checkpoint: &Checkpoint,
         step: Step,
         mode: Mode,
         rank: &Rank,
     ) -> Result<(Version, u64)> {
-        let shard = Part { slices: self.slices(&checkpoint)?, checkpoint };
+        let shard = Sliced::new(checkpoint, self.slices(checkpoint)?)?;
         let (part, _) = publisher.publish_with_ranks(&shard, step, mode, rank, self.deadline())?;
         Ok((part.version(), part.publication_bytes))
     }
@@ -113,13 +82,9 @@ impl RankArgs {
                 serde_json::from_slice(&bytes).map_err(|source| Error::Json { what, source })?
             }
         };
-        let slice = |info: &driftless::transport::snapshot::TensorInfo| match places.remove(&info.name) {
+        let slice = |info: &TensorInfo| match places.remove(&info.name) {
             None => Slice::whole(info.clone()),
-            Some(Place { shape, start }) => {
-                let elements = info.elements()?;
-                let tensor = driftless::transport::snapshot::TensorInfo { shape, ..info.clone() };
-                Ok(Slice { tensor, start, elements })
-            }
+            Some(Place { shape, start }) => Slice::of(info.clone(), shape, start),
         };
         let slices = checkpoint.tensors().iter().map(slice).collect::<TransportResult<Vec<_>>>()?;
         match places.into_keys().next() {

@@ -207,7 +207,7 @@ pub(crate) fn with_ucx_settings() -> Result<()> {
 
 /// Starts this program again with the settings that are wanted, unless they are made: a process must not
 /// change its environment once it has threads.
-fn with_settings(settings: &[(bool, &[(&str, &str)])]) -> Result<()> {
+pub(crate) fn with_settings(settings: &[(bool, &[(&str, &str)])]) -> Result<()> {
     use std::os::unix::process::CommandExt as _;
     let wanted = settings.iter().filter(|(wanted, _)| *wanted).flat_map(|(_, settings)| *settings);
     let unset: Vec<_> = wanted.filter(|(name, _)| std::env::var_os(name).is_none()).collect();

@@ -14,6 +14,8 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, line_out};
 use crate::cli::shared::signals::end_on_signals;
 use crate::cli::shared::transport::TransportArgs;
+#[cfg(feature = "torch")]
+use crate::cli::shared::transport::with_settings;
 use crate::cli::shared::{keys, numbers, paths, store};
 #[cfg(feature = "torch")]
 use crate::cli::train_rank;
@@ -331,14 +333,7 @@ fn check_directories(args: &Args) -> Result<()> {
 /// that cuBLAS looks at.
 #[cfg(feature = "torch")]
 fn deterministic(device: &str) -> Result<()> {
-    use std::os::unix::process::CommandExt as _;
-
-    let (name, value) = CUBLAS_WORKSPACE;
-    if device != "cpu" && std::env::var_os(name).is_none() {
-        let failed = |source| Error::Io { path: PathBuf::from("/proc/self/exe"), source };
-        let mut again = std::process::Command::new(std::env::current_exe().map_err(failed)?);
-        return Err(failed(again.args(std::env::args_os().skip(1)).env(name, value).exec()));
-    }
+    with_settings(&[(device != "cpu", &[CUBLAS_WORKSPACE])])?;
     set_deterministic();
     Ok(())
 }

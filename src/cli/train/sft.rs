@@ -1,7 +1,7 @@
 //! `driftless train --loss-type sft_loss`: on conversations of `--prompt-data`, on worked problems of `--task`, or on a
 //! text.
 
-use super::task::{Conversations, Worked};
+use super::task::Conversations;
 use super::{Args, learn};
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
@@ -126,7 +126,7 @@ fn conversations(args: &Args) -> Result<Course> {
     let steps = args.num_rollout.or(fresh.then_some(FRESH_STEPS));
     let count = steps.map(|steps| steps.saturating_mul(batch_size).min(WORKED_MAX));
     let Conversations { data, order, epochs } =
-        args.task.conversations(args.hf_checkpoint.as_deref(), &Worked { count, seed: args.seed })?;
+        args.task.conversations(args.hf_checkpoint.as_deref(), count, args.seed)?;
     let all = order.prompts.saturating_mul(epochs).div_ceil(batch_size);
     let steps = steps.unwrap_or(all);
     let learn = args.learn.options(&learn::Run {

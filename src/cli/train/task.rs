@@ -219,9 +219,14 @@ impl TaskArgs {
     }
 
     /// The conversations that `--loss-type sft_loss` learns, with the tokenizer and template of `checkpoint`, or of a
-    /// fresh model: those of --prompt-data, or `worked` problems of the task.
+    /// fresh model: those of --prompt-data, or `count` worked problems of the task, drawn from `seed`.
     #[cfg(feature = "torch")]
-    pub(crate) fn conversations(&self, checkpoint: Option<&Path>, worked: &Worked) -> Result<Conversations> {
+    pub(crate) fn conversations(
+        &self,
+        checkpoint: Option<&Path>,
+        count: Option<u64>,
+        seed: u64,
+    ) -> Result<Conversations> {
         let kind = self.kind();
         if self.prompt_data.is_empty() && kind.is_none() {
             return Err(missing("what to learn", "--prompt-data FILE, --task NAME or --text FILE"));
@@ -236,8 +241,8 @@ impl TaskArgs {
         let data = match kind {
             None => Dataset::read(&reader)?,
             Some(kind) => {
-                let count = worked.count.ok_or_else(|| missing("steps of the run", "--num-rollout N"))?;
-                Generated::worked(kind, self.task_difficulty, worked.seed, count, reader)?
+                let count = count.ok_or_else(|| missing("steps of the run", "--num-rollout N"))?;
+                Generated::worked(kind, self.task_difficulty, seed, count, reader)?
             }
         };
         warn_of_refused(&data);
@@ -281,13 +286,6 @@ impl TaskArgs {
         }
         Ok(sets)
     }
-}
-
-/// How many problems of a task are worked for supervised training, where that is known, and what draws them.
-#[cfg(feature = "torch")]
-pub(crate) struct Worked {
-    pub(crate) count: Option<u64>,
-    pub(crate) seed: u64,
 }
 
 /// What supervised training learns.

@@ -60,7 +60,6 @@ use device::{DeviceUse as Used, Devices};
 use driftless_store::pool::Bounds;
 use encode::{BaseView, Coded, Coder, Done, Encoder};
 use plan::{Anchors, Encoding};
-use shard::Whole;
 use upload::Uploads;
 
 #[cfg(feature = "cuda")]
@@ -71,7 +70,7 @@ pub use options::{
     FullBecause, LeftOut, Mode, Notify, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step,
 };
 pub use ranks::PublishedPart;
-pub use shard::{Shard, Slice};
+pub use shard::{Shard, Slice, Sliced};
 
 /// Publishes the versions of one model of one run, one after the other.
 ///
@@ -317,7 +316,7 @@ impl Publisher {
         // Also where a full version left out what the store has lost.
         self.standing = Standing::InSync;
         self.follow_commit(&committed);
-        self.devices.keep(&Whole::new(snapshot)?, &done, committed.identity());
+        self.devices.keep(&Sliced::whole(snapshot)?, &done, committed.identity());
         let published = self.report(&committed, full_because, encode, begin.elapsed())?;
         Ok(Published { left_out, ..published })
     }
@@ -342,7 +341,7 @@ impl Publisher {
         let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let allowed = self.options.allow_layout_change;
         let (plan, full_because) = plan::plan(base, &tensors, &representation, mode, anchor_due, allowed)?;
-        let shard = Whole::new(snapshot)?;
+        let shard = Sliced::whole(snapshot)?;
         let (coded, files, objects) =
             self.store(&shard, plan, &Selection { slices: &unique, tie: true, with_files: true }, attempt)?;
         let mut tables = Tables { tensors: Vec::with_capacity(coded.len()), files, changed: 0 };

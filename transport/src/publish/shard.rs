@@ -31,6 +31,16 @@ impl Slice {
         Ok(Self { tensor, start: 0, elements })
     }
 
+    /// What `held` has of a tensor of this shape, from the element `start` on.
+    ///
+    /// # Errors
+    /// As [`Slice::whole`].
+    pub fn of(held: TensorInfo, shape: Vec<u64>, start: u64) -> Result<Self> {
+        let elements = held.elements()?;
+        let tensor = TensorInfo { shape, ..held };
+        Ok(Self { tensor, start, elements })
+    }
+
     /// Number of bytes of the slice.
     ///
     /// # Errors
@@ -94,20 +104,34 @@ pub trait Shard {
     fn files(&self) -> &[AuxFile];
 }
 
-/// A snapshot as the shard of a publisher that is alone.
-pub(super) struct Whole<'a> {
+/// A snapshot as what a rank publishes.
+pub struct Sliced<'a> {
     snapshot: &'a dyn Snapshot,
     slices: Vec<Slice>,
 }
 
-impl<'a> Whole<'a> {
-    pub(super) fn new(snapshot: &'a dyn Snapshot) -> Result<Self> {
+impl<'a> Sliced<'a> {
+    /// A snapshot whose tensors are these slices, one each.
+    ///
+    /// # Errors
+    /// [`Error::BadSetting`] for another number of slices than of tensors.
+    pub fn new(snapshot: &'a dyn Snapshot, slices: Vec<Slice>) -> Result<Self> {
+        let (expected, found) = (snapshot.tensors().len(), slices.len());
+        if expected == found {
+            return Ok(Self { snapshot, slices });
+        }
+        let expected = format!("{expected}, one for each tensor of the snapshot");
+        Err(Error::BadSetting { name: "number of slices", expected, found: found.to_string() })
+    }
+
+    /// A snapshot whose tensors are whole.
+    pub(super) fn whole(snapshot: &'a dyn Snapshot) -> Result<Self> {
         let slices = snapshot.tensors().iter().cloned().map(Slice::whole).collect::<Result<_>>()?;
         Ok(Self { snapshot, slices })
     }
 }
 
-impl Shard for Whole<'_> {
+impl Shard for Sliced<'_> {
     fn slices(&self) -> &[Slice] {
         &self.slices
     }

@@ -6,7 +6,7 @@ use driftless_delta::Digest;
 
 use super::device::Devices;
 use super::options::LeftOut;
-use super::shard::{Whole, digest, digest_of, slice_bytes};
+use super::shard::{Sliced, digest, digest_of, slice_bytes};
 use crate::error::Result;
 use crate::manifest::Manifest;
 use crate::snapshot::Snapshot;
@@ -32,7 +32,7 @@ pub(super) fn leave_out(
         let named = base.named_tensors();
         heads.retain(|&head| !named.iter().any(|(name, _)| *name == tensors[head].name));
     }
-    let shard = Whole::new(snapshot)?;
+    let shard = Sliced::whole(snapshot)?;
     let mut left_out = Vec::new();
     for head in heads {
         let form = |at: usize| (tensors[at].dtype, &tensors[at].shape);
@@ -55,7 +55,7 @@ enum Head<'a> {
 }
 
 /// The first of `others` that equals `head`. No more than one tensor is read at a time, and each once.
-fn find_same(shard: &Whole<'_>, devices: &Devices, head: usize, others: &[usize]) -> Result<Option<usize>> {
+fn find_same(shard: &Sliced<'_>, devices: &Devices, head: usize, others: &[usize]) -> Result<Option<usize>> {
     let is_it = |&&other: &&usize| devices.are_one(shard, head, other);
     if let Some(&other) = others.iter().find(is_it) {
         return Ok(Some(other));

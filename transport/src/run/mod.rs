@@ -5,7 +5,9 @@ mod tombstone;
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use driftless_store::wait::Stop;
 use driftless_store::{
     ContentDigest, Entry, Error as StoreError, Key, Object, PutMode, Store, download, if_found,
 };
@@ -23,6 +25,8 @@ pub(crate) use tombstone::Tombstone;
 const RECORD_BYTES_MAX: u64 = 4096;
 /// How many versions the head hint may lag before a listing is cheaper than asking for one after the other.
 const HINT_LAG_MAX: u64 = 16;
+/// Between two looks for a run that rank 0 begins.
+const POLL: Duration = Duration::from_millis(100);
 /// The last segment of a manifest's key.
 pub(crate) const MANIFEST: &str = "manifest";
 
@@ -112,6 +116,23 @@ impl Run {
             });
         }
         Ok(Self { store, name: name.to_owned(), id: record.run_id, trusted: None })
+    }
+
+    /// Opens a run that rank 0 begins, once it has.
+    ///
+    /// # Errors
+    /// As [`Run::open`]: [`Error::NoSuchRun`] after `deadline`. [`Error::Cancelled`] once `stop` is thrown.
+    pub fn open_within(store: Arc<dyn Store>, name: &str, deadline: Duration, stop: &Stop) -> Result<Self> {
+        let begin = Instant::now();
+        loop {
+            match Self::open(store.clone(), name) {
+                Err(Error::NoSuchRun { .. }) if begin.elapsed() < deadline => {}
+                opened => return opened,
+            }
+            if stop.wait(POLL) {
+                return Err(Error::Cancelled { what: "the wait for rank 0" });
+            }
+        }
     }
 
     /// This run, of which from here on only versions are read that one of `keys` has signed. No keys: any
