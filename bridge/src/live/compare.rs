@@ -7,14 +7,14 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use driftless_store::ContentDigest;
+use driftless_store::{ContentDigest, chain_text};
 use driftless_transport::checkpoint::Pieces;
 use driftless_transport::snapshot::TensorInfo;
 
 use super::layout::{Layout, View};
 use super::memory::{Found, Memory, Piece};
 use super::reply::{Compared, Names};
-use super::{LiveWeights, Shared};
+use super::{Shared, State};
 use crate::error::{Error, Result};
 
 /// Bytes and elements that are compared at a time.
@@ -51,7 +51,7 @@ impl Shared {
     ) -> Result<Compared> {
         let began = Instant::now();
         let mut state = self.state();
-        let LiveWeights { layout, memory, .. } = &mut *state;
+        let State { layout, memory, .. } = &mut *state;
         let opened = Comparing::open(layout, wanted);
         let all = agree(vec![opened.is_ok().into()]) == [1];
         let mut comparison = opened?;
@@ -228,7 +228,7 @@ fn sample(view: &View, width: u64, turn: u64) -> Range<u64> {
 
 fn unread(place: &TensorInfo) -> impl FnOnce(driftless_transport::Error) -> Error {
     let what = format!("tensor {}", place.name);
-    move |error| Error::live(what, "readable in the checkpoint", crate::error::chain(&error))
+    move |error| Error::live(what, "readable in the checkpoint", chain_text(&error))
 }
 
 /// Pieces that are compared together.

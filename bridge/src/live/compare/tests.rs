@@ -172,7 +172,7 @@ fn directories_that_are_no_checkpoint_are_refused() {
             said.push(bytes.clone());
             bytes
         });
-        let error = crate::error::chain(&error.unwrap_err());
+        let error = driftless_store::chain_text(&error.unwrap_err());
         assert!(error.contains(expected), "{error}");
         assert_eq!(said, [[0]], "the other ranks hear of it");
     };
