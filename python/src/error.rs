@@ -3,12 +3,11 @@
 use driftless::bridge::Error as Bridge;
 use driftless::buffer::Error as Buffer;
 use driftless::command;
-use driftless::store::Error as Store;
+use driftless::store::{Error as Store, chain_text};
 use driftless::transport::Error as Transport;
 use pyo3::exceptions::{PyException, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::error::Error as StdError;
 use std::time::Duration;
 
 /// What an exception carries beside its text.
@@ -80,7 +79,7 @@ pub(crate) fn transport(error: Transport) -> PyErr {
         Transport::Store(error) => variant(error),
         error => variant(error),
     };
-    let mut text = chain(&error);
+    let mut text = chain_text(&error);
     if matches!(error, Transport::RunExists { .. }) {
         text += ": `resume=True`, or with PublishCallback `trainer.train(resume_from_checkpoint=True)`, goes on with it";
     }
@@ -97,7 +96,11 @@ fn ends_the_program(error: &Transport) -> Option<PyErr> {
 
 /// An error of the codec on a single tensor.
 pub(crate) fn codec(error: driftless::delta::Error) -> PyErr {
-    raise("RefusedError", &chain(&error), &Fields { kind: &variant(&error), code: 3, ..Fields::default() })
+    raise(
+        "RefusedError",
+        &chain_text(&error),
+        &Fields { kind: &variant(&error), code: 3, ..Fields::default() },
+    )
 }
 
 pub(crate) fn buffer(error: Buffer) -> PyErr {
@@ -109,7 +112,7 @@ pub(crate) fn buffer(error: Buffer) -> PyErr {
         _ => by_code(code),
     };
     let retryable = matches!(error, Buffer::Locked { .. } | Buffer::Full { .. });
-    raise(class, &chain(&error), &Fields { kind: &variant(&error), code, retryable, tensor: None })
+    raise(class, &chain_text(&error), &Fields { kind: &variant(&error), code, retryable, tensor: None })
 }
 
 pub(crate) fn bridge(error: Bridge) -> PyErr {
@@ -126,7 +129,11 @@ pub(crate) fn bridge(error: Bridge) -> PyErr {
         _ if code == 4 => "DeadlineError",
         _ => "EngineError",
     };
-    raise(class, &chain(&error), &Fields { kind: &variant(&error), code, retryable: code == 4, tensor: None })
+    raise(
+        class,
+        &chain_text(&error),
+        &Fields { kind: &variant(&error), code, retryable: code == 4, tensor: None },
+    )
 }
 
 fn transport_class(error: &Transport, code: u8) -> &'static str {
@@ -194,16 +201,4 @@ fn tensor_of(error: &Transport) -> Option<&str> {
 /// The variant's name, as the crates' documentation has it.
 fn variant(error: &impl std::fmt::Debug) -> String {
     format!("{error:?}").chars().take_while(char::is_ascii_alphanumeric).collect()
-}
-
-/// An error and its causes in one line.
-pub(crate) fn chain(error: &dyn StdError) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }

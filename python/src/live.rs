@@ -7,6 +7,7 @@ use driftless::bridge::engine::torch_name;
 use driftless::bridge::live::{
     self, Cache, Layout, LiveCopy, LivePatch, LiveTensor, PatchRefused, PluginReply, Rank, Strides, Vote,
 };
+use driftless::store::chain_text;
 use driftless::transport::Checkpoint;
 use driftless::transport::snapshot::{Snapshot as _, TensorInfo};
 use driftless::transport::tied::is_head;
@@ -238,5 +239,5 @@ fn storage(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<LiveTensor> {
 }
 
 fn refused(error: driftless::bridge::Error) -> PyErr {
-    error::own("RefusedError", error::chain(&error))
+    error::own("RefusedError", chain_text(&error))
 }

@@ -9,7 +9,7 @@ use driftless::http::Followers;
 use driftless::store::Store;
 use driftless::store::wait::Stop;
 use driftless::transport::publish::{
-    BaseMemory, Mode, Notify, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step,
+    BaseMemory, Mode, Notify, Profile, PublisherOptions, Rank, Slice, Sliced, Start, Step,
 };
 use driftless::transport::sign::{SignKey, TrustKey};
 use driftless::transport::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, TensorInfo};
@@ -19,10 +19,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
-/// Time between two looks for a run that rank 0 begins.
-const POLL: Duration = Duration::from_millis(100);
+use std::time::Duration;
 
 /// A committed version, in numbers.
 #[pyclass(frozen, get_all, module = "driftless_rl")]
@@ -198,7 +195,10 @@ impl Publisher {
             let because = self.open_devices(inner, &tensors);
             let published = match rank {
                 None => Some(inner.publish(&tensors, step, mode)?),
-                Some(rank) => inner.publish_with_ranks(&tensors, step, mode, &rank, self.join_deadline)?.1,
+                Some(rank) => {
+                    let shard = Sliced::new(&tensors, tensors.slices.clone())?;
+                    inner.publish_with_ranks(&shard, step, mode, &rank, self.join_deadline)?.1
+                }
             };
             let used = inner.device_use();
             let published = published.map(|published| Published::new(published, used.device_bytes));
@@ -316,16 +316,13 @@ impl<'a> Tensors<'a> {
             if let (Memory::Remote(tensor), false) = (&mut memory, on_devices) {
                 tensor.on_device = None;
             }
-            let whole = memory.info().clone();
-            let elements = whole.elements().map_err(transport)?;
+            let held = memory.info().clone();
             let slice = match place {
-                None => Slice { tensor: whole, start: 0, elements },
-                Some((shape, start)) => {
-                    let tensor = TensorInfo { shape, ..whole };
-                    tensor::length(&tensor)?;
-                    Slice { tensor, start, elements }
-                }
+                None => Slice::whole(held),
+                Some((shape, start)) => Slice::of(held, shape, start),
             };
+            let slice = slice.map_err(transport)?;
+            tensor::length(&slice.tensor)?;
             parts.push((slice, memory));
         }
         let key = |slice: &Slice| (slice.tensor.name.clone(), slice.start);
@@ -339,21 +336,6 @@ impl<'a> Tensors<'a> {
 impl Snapshot for Tensors<'_> {
     fn tensors(&self) -> &[TensorInfo] {
         &self.infos
-    }
-    fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
-        self.memory[index].bytes()
-    }
-    fn on_device(&self, index: usize) -> Option<&cuda::Tensor> {
-        self.memory[index].on_device()
-    }
-    fn files(&self) -> &[AuxFile] {
-        self.files
-    }
-}
-
-impl Shard for Tensors<'_> {
-    fn slices(&self) -> &[Slice] {
-        &self.slices
     }
     fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
         self.memory[index].bytes()
@@ -380,7 +362,7 @@ fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> 
     };
     let mut start = settings.resume.start(&store, &settings.run)?;
     if settings.rank.is_some_and(|(rank, _)| rank > 0) && start == Start::NewRun {
-        wait_for_run(&store, &settings.run, deadline, stop).map_err(transport)?;
+        Run::open_within(store.clone(), &settings.run, deadline, stop).map_err(transport)?;
         start = Start::Resume;
     }
     let mut options = PublisherOptions::new(&settings.run, start, baseline);
@@ -403,21 +385,6 @@ fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> 
         options.trust_keys.extend(TrustKey::read_all(path).map_err(transport)?);
     }
     Inner::open(store, options).map_err(transport)
-}
-
-/// Waits for rank 0 to begin the run.
-fn wait_for_run(store: &Arc<dyn Store>, name: &str, deadline: Duration, stop: &Stop) -> TransportResult<()> {
-    let begin = Instant::now();
-    loop {
-        match Run::open(store.clone(), name) {
-            Err(Error::NoSuchRun { .. }) if begin.elapsed() < deadline => {
-                if stop.wait(POLL) {
-                    return Err(Error::Cancelled { what: "the wait for rank 0" });
-                }
-            }
-            opened => return opened.map(drop),
-        }
-    }
 }
 
 /// The auxiliary files: those of the checkpoint, and those given, which win.
