@@ -115,6 +115,29 @@ pub enum Error {
         /// The engine's checksum, or `none`.
         found: String,
     },
+    /// The weights that the engine holds are not those of the checkpoint, as its plugin compared them.
+    #[error(
+        "engine {engine}: {count} tensors of the checkpoint are not what it holds: {tensors}; its plugin compared them"
+    )]
+    Differing {
+        /// URL of the engine.
+        engine: String,
+        /// How many tensors differ, at any rank.
+        count: u64,
+        /// The first of them, by name.
+        tensors: String,
+    },
+    /// The engine's live weights cannot be compared with a version's, which was asked for.
+    #[error(
+        "the live weights of engine {engine} cannot be compared, which is required here: {why}. Install driftless-rl into its \
+         environment and start it again as the user of this process"
+    )]
+    NotComparable {
+        /// URL of the engine.
+        engine: String,
+        /// Why not.
+        why: String,
+    },
     /// The engine reports another version label than the one it was given.
     #[error("engine {engine} reports weight version {found} where {expected} was activated")]
     LabelMismatch {

@@ -190,12 +190,12 @@ def follow(request):
     """Starts ``driftless follow`` with further options, for the test's scene."""
     started = []
 
-    def start(*options: str, scene: Scene | None = None) -> subprocess.Popen:
+    def start(*options: str, scene: Scene | None = None, stdout=None) -> subprocess.Popen:
         scene = scene or request.getfixturevalue("scene")
         command = [sys.executable, "-m", "driftless_rl", "follow", "--store", scene.store.url, "--run", "run"]
         command += ["--checkpoint-dir", str(scene.host), "--hf-checkpoint", str(scene.base), "--poll-ms", "50"]
         command += ["--engine", scene.server.url, "--plugin-dir", str(scene.server.plugins), *options]
-        started.append(subprocess.Popen(command, start_new_session=True))
+        started.append(subprocess.Popen(command, start_new_session=True, stdout=stdout))
         return started[-1]
 
     yield start
@@ -324,26 +324,22 @@ def _answers(port: int) -> bool:
 
 
 @pytest.mark.parametrize("scene", ["moe"], indirect=True)
-def test_experts_are_patched(scene):
-    """``follow`` does not know this architecture yet, so the calls that it would make are made here."""
-    follower = driftless_rl.Follower(
-        scene.store.url, "run", scene.host, hf_checkpoint=scene.base, plugin_dir=scene.server.plugins
-    )
-    with follower:
-        follower.advance()
-        scene.server.load(scene.host, scene.label())
-        for count in range(1, 4):
-            scene.publish(0.02)
-            follower.advance()
-
-            def is_prepared() -> bool:
-                deltas = scene.server.told()["deltas"].values()
-                return any((told["target"], told["why_not"]) == (scene.label(), None) for told in deltas)
-
-            until("prepared delta", MOVED, is_prepared)
-            scene.server.load(scene.host, scene.label())
-            assert scene.server.patched() == count
-            scene.assert_as_loaded()
+def test_family_that_no_table_knows_is_patched_and_compared(scene, follow, tmp_path):
+    """By the plugin's own map, since nobody here knows its checksums."""
+    lines = tmp_path / "lines"
+    with lines.open("w") as shown:
+        follow("--plugin", "require", "--compare", "require", stdout=shown)
+    scene.serves(scene.label())
+    assert scene.server.patched() == 0
+    for count in range(1, 4):
+        scene.publish(0.02)
+        scene.serves(scene.label())
+        assert scene.server.patched() == count
+        scene.assert_as_loaded()
+    until("line of each version", MOVED, lambda: len(lines.read_text().splitlines()) == 4)
+    first, *others = lines.read_text().splitlines()
+    assert ", loaded in " in first and all(", patched in " in line for line in others)
+    assert "not compared" not in lines.read_text()
 
 
 @pytest.mark.parametrize("scene", ["untied", "moe"], indirect=True)

@@ -1,7 +1,7 @@
 //! `driftless follow` beside a vLLM server, which loads the directory that it was started with.
 
 use super::{Made, Run};
-use crate::common::{code, json};
+use crate::common::{self, code, json};
 use driftless::transport::Dtype;
 use driftless::transport::snapshot::{AuxFile, TensorInfo};
 use driftless_testkit::vllm::{Fault, Vllm, digest};
@@ -40,10 +40,30 @@ fn made() -> Made {
 #[test]
 fn follow_vllm_engine_loads_what_was_overwritten() {
     let mut run = Run { made: made(), ..Run::new() };
-    run.publish();
+    let engines = run.publish()["engines"].as_str().expect("what engines get").to_owned();
+    assert!(
+        engines.starts_with("engines: patched and compared where") && engines.contains("checksums"),
+        "{engines}"
+    );
     json(&mut run.follow_once());
     let vllm = Vllm::start(&run.path("host"));
     let before = vllm.server().weights;
+    let dry = |more: &[&str]| {
+        let mut command = run.follow_once();
+        command.args(["--dry-run", "--engine", &vllm.url()]).args(more);
+        common::run(&mut command).lines().last().expect("a line").to_owned()
+    };
+    let gets = dry(&[]);
+    assert!(gets.starts_with(&format!("{}: loaded, not compared (", vllm.url())), "{gets}");
+    let gets = dry(&["--compare", "require"]);
+    assert!(
+        gets.contains("refused: the live weights of engine") && gets.contains("Install driftless-rl"),
+        "{gets}"
+    );
+    assert!(vllm.server().calls.is_empty(), "a dry run changes nothing");
+    let (ended, words) = code(run.follow_once().args(["--compare", "require", "--engine", &vllm.url()]));
+    assert!(ended == Some(1) && words.contains("cannot be compared"), "{ended:?} {words}");
+    assert!(vllm.server().calls.iter().all(|call| !call.starts_with("/pause")), "it is refused untouched");
 
     run.made.step(3);
     run.publish();
@@ -54,6 +74,11 @@ fn follow_vllm_engine_loads_what_was_overwritten() {
     };
     let status = json(&mut follow(&run));
     let label = status["applied"]["label"].as_str().expect("a label").to_owned();
+    let engine = &status["applied"]["engines"][0];
+    assert!(
+        engine["how"]["loaded"]["why"].is_string() && engine["compared"]["not"]["why"].is_string(),
+        "{engine}"
+    );
     assert_eq!(status["applied"]["engines"][0]["label"], label.as_str());
     let holds = digest(&run.path("host"));
     {

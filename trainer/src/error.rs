@@ -156,6 +156,17 @@ pub enum Error {
         /// Groups with enough samples.
         found: u64,
     },
+    /// Nothing was compared of an engine's live weights, which was asked for.
+    #[error(
+        "nothing was compared of the live weights of an engine that serves {label}, which `compare` requires: {why}; install \
+         driftless-rl into its environment, or leave out `compare`"
+    )]
+    NotCompared {
+        /// The version's label.
+        label: String,
+        /// The engine, and why.
+        why: String,
+    },
     /// The engine's checksums say nothing about the weights here, so that an equality that was asked for
     /// cannot be checked.
     #[error(

@@ -187,6 +187,9 @@ pub struct PublicationMetrics {
     pub engines_behind: u64,
     /// Engines whose checksums were compared with those of the trainer's bytes, and equal.
     pub engines_checked: u64,
+    /// An engine that serves the version and of whose live weights nothing was compared, and why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_compared: Option<String>,
 }
 
 /// The set of a task's own held-out problems, sampled as the rollouts are.

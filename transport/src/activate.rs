@@ -3,10 +3,12 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use derive_setters::Setters;
 use driftless_store::BoxError;
 use driftless_store::wait::Stop;
 
 use crate::checkpoint::Checkpoint;
+pub use crate::gc::{Compared, How};
 use crate::manifest::Manifest;
 use crate::snapshot::Snapshot;
 
@@ -69,11 +71,17 @@ impl fmt::Debug for Target<'_> {
     }
 }
 
-/// What an activation cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What an activation did, as far as the driver tells.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct Activated {
     /// How long the engine did not generate.
     pub pause: Duration,
+    /// How it came by the weights.
+    pub how: Option<How>,
+    /// What was compared of them.
+    pub compared: Option<Compared>,
 }
 
 /// One inference engine, as a follower drives it: blocking calls from a thread of its own.

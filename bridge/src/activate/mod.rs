@@ -11,26 +11,31 @@
 //!
 //! An engine whose plugin has prepared the version is patched instead, by fewer calls (`patch`).
 
+mod compare;
+mod outlook;
 mod patch;
 pub(crate) mod pause;
 mod plugin;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use derive_setters::Setters;
 use driftless_http::runtime::{self, wait};
 use driftless_store::BoxError;
 use driftless_transport::Checkpoint;
-use driftless_transport::activate::{Activate, Activated, Limit, Target};
+use driftless_transport::activate::{Activate, Activated, Compared, How, Limit, Target};
 use tokio::runtime::Handle;
 
+pub use self::compare::Compare;
+pub use self::outlook::{Foreseen, Outlook, forecast, outlook, outlook_of};
 pub use self::plugin::PluginOptions;
 
+use self::patch::Ran;
 use self::pause::{Ask, Pause, partial, relabel};
 use crate::engine::{
-    Attached, Check, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums, check,
+    Attached, Check, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums,
     check_tensors, check_tied,
 };
 use crate::error::{Error, Result};
@@ -57,6 +62,8 @@ pub struct DiskOptions {
     pub base: Option<PathBuf>,
     /// How engines' plugins are used; `None`: not at all.
     pub plugin: Option<PluginOptions>,
+    /// Whether engines are taken whose live weights cannot be compared.
+    pub compare: Compare,
 }
 
 /// Activates versions on one engine, which loads the checkpoint directory. Blocking, as followers want it.
@@ -69,8 +76,10 @@ pub struct DiskActivator {
     /// Label of the last successful activation: while the engine reports it, it is still the process that was
     /// attached.
     activated: Option<String>,
-    /// Versions that were patched since the engine's weights were last proved.
+    /// Versions that were patched since all of the engine's weights were last compared or loaded.
     unproved: u32,
+    /// What was compared then.
+    whole: Option<Compared>,
     pause: Pause,
 }
 
@@ -81,8 +90,19 @@ struct Plan<'a> {
     directory: PathBuf,
     identity: &'a Identity,
     pause: PauseMode,
+    plugin: Option<&'a PluginOptions>,
+    compare: Compare,
     checkpoint: &'a Checkpoint,
     limit: &'a Limit,
+    /// What the engine has to report afterwards, once that was computed.
+    sums: OnceLock<Sums>,
+}
+
+/// What became of an engine that was to be brought to a version.
+struct Done {
+    how: How,
+    /// What was compared of all its weights; `None` where only those that changed were.
+    whole: Option<Compared>,
 }
 
 impl DiskActivator {
@@ -97,8 +117,8 @@ impl DiskActivator {
         if let Some(plugin) = &options.plugin {
             sweep(&plugin.dir);
         }
-        let (identity, activated, pause) = (None, None, Pause::default());
-        Ok(Self { runtime, engine, options, identity, activated, unproved: 0, pause })
+        let (identity, activated, whole, pause) = (None, None, None, Pause::default());
+        Ok(Self { runtime, engine, options, identity, activated, unproved: 0, whole, pause })
     }
 }
 
@@ -124,34 +144,59 @@ impl Activate for DiskActivator {
         }
         let (engine, options, pause) = (self.engine.limited(target.limit), &self.options, &mut self.pause);
         let (known, activated, unproved) = (self.identity.take(), self.activated.take(), self.unproved);
-        let (identity, patched, paused_for) = wait(&self.runtime, async move {
+        let whole = self.whole.take();
+        let (identity, paused_for, whole, done) = wait(&self.runtime, async move {
             let serving = pause.look(&*engine).await?;
+            // Of another process nothing is known.
+            let whole = whole.filter(|_| activated.is_some() && serving == activated);
             let identity = attach(engine.clone(), options.base.as_deref(), target, known, activated).await?;
             let plan = plan(engine.url(), &identity, options, target)?;
+            compare::admit(&*engine, &plan)?;
             let proof = match &options.plugin {
-                Some(plugin) => proof(&*engine, &plan, plugin, unproved, target.limit).await?,
-                None => Proof::Load,
+                // Weights that may be anything are no base.
+                Some(_) if serving.is_none() => Proof::load("its weights were not known"),
+                Some(plugin) => {
+                    let is_covered =
+                        plan.compare == Compare::Auto || whole.as_ref().is_some_and(Compared::is_any);
+                    proof(&*engine, &plan, plugin, !is_covered || unproved >= plugin.prove_every).await?
+                }
+                None => Proof::Load { why: None },
             };
-            // Weights that may be anything are no base.
-            let proof = if serving.is_some() { proof } else { Proof::Load };
             if proof != Proof::None {
                 plan.wait()?;
             }
-            let paused_for = match (proof, &options.plugin) {
-                (Proof::None, Some(plugin)) => patch(&*engine, pause, serving, &plan, plugin).await?,
-                (Proof::Checksums, _) => patch::transact(&*engine, pause, serving, &plan, true).await?,
-                _ => transact(&*engine, pause, serving, &plan).await?,
+            let (paused_for, done) = match proof {
+                Proof::None => patch(&*engine, pause, serving, &plan).await?,
+                Proof::Whole => patch::transact(&*engine, pause, serving, &plan, true).await?,
+                Proof::Load { why } => transact(&*engine, pause, serving, &plan, why).await?,
             };
-            Ok::<_, Error>((identity, proof == Proof::None, paused_for))
+            Ok::<_, Error>((identity, paused_for, whole, done))
         })?;
-        self.unproved = if patched { unproved + 1 } else { 0 };
+        let compared = self.note(whole, done.whole);
         self.identity = Some(identity);
         self.activated = Some(target.label.to_owned());
-        Ok(Activated { pause: paused_for })
+        Ok(Activated::default().with_pause(paused_for).with_how(done.how).with_compared(compared))
     }
 
     fn is_paused(&self) -> bool {
         self.pause.is_on()
+    }
+}
+
+impl DiskActivator {
+    /// Notes what was compared: of all weights with this version, or of them `before` and of what changed since.
+    fn note(&mut self, before: Option<Compared>, whole: Option<Compared>) -> Compared {
+        if let Some(whole) = whole {
+            (self.unproved, self.whole) = (0, Some(whole.clone()));
+            return whole;
+        }
+        let compared = match &before {
+            Some(before) if before.is_any() => Compared::Changes,
+            Some(not) => not.clone(),
+            None => Compared::Not { why: "only what changed was, since this follower began".into() },
+        };
+        (self.unproved, self.whole) = (self.unproved + 1, before);
+        compared
     }
 }
 
@@ -169,7 +214,12 @@ pub(crate) async fn attach(
         return Ok(identity);
     }
     let expected = Expected::from_snapshot(target.checkpoint, target.checkpoint.dir())?;
-    let attached = Attached::attach(engine, &expected).await?;
+    attach_anew(engine, base, &expected).await
+}
+
+/// Accepts an engine that is of the expected model, as its own config says it or that of `base`.
+async fn attach_anew(engine: Arc<dyn Engine>, base: Option<&Path>, expected: &Expected) -> Result<Identity> {
+    let attached = Attached::attach(engine, expected).await?;
     let identity = attached.identity().clone();
     if identity.config_compared {
         return Ok(identity);
@@ -177,7 +227,7 @@ pub(crate) async fn attach(
     // Without the engine's own config nothing says which shapes it loaded, and other shapes would end it.
     match base.map(Expected::from_checkpoint).transpose()? {
         Some(base) => {
-            Check { engine: attached.engine().url() }.config(&expected, &base)?;
+            Check { engine: attached.engine().url() }.config(expected, &base)?;
             Ok(identity)
         }
         None => {
@@ -191,7 +241,7 @@ pub(crate) async fn attach(
 fn plan<'a>(
     engine: &str,
     identity: &'a Identity,
-    options: &DiskOptions,
+    options: &'a DiskOptions,
     target: &Target<'a>,
 ) -> Result<Plan<'a>> {
     let (checkpoint, place) = (target.checkpoint, target.checkpoint.dir());
@@ -201,36 +251,42 @@ fn plan<'a>(
     let directory = engine_path(options, checkpoint)?;
     check_directory(engine, identity, &directory)?;
     let Target { label, limit, .. } = *target;
-    Ok(Plan { label, directory, identity, pause: options.pause, checkpoint, limit })
+    let (pause, plugin, compare, sums) =
+        (options.pause, options.plugin.as_ref(), options.compare, OnceLock::new());
+    Ok(Plan { label, directory, identity, pause, plugin, compare, checkpoint, limit, sums })
 }
 
 /// How an activation makes sure of all of an engine's weights.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(PartialEq, Eq)]
 enum Proof {
     /// Its plugin compares what it changes, and nothing compares the rest.
     None,
-    /// It is patched, and then its checksums are compared.
-    Checksums,
-    /// It loads all of them.
-    Load,
+    /// It is patched, and then all of them are compared.
+    Whole,
+    /// It loads all of them, and they are compared.
+    Load {
+        /// Why it is not patched, if anybody wanted it to be.
+        why: Option<String>,
+    },
+}
+
+impl Proof {
+    fn load(why: impl Into<String>) -> Self {
+        Self::Load { why: Some(why.into()) }
+    }
 }
 
 /// Decides whether the engine can be patched, and waits until its ranks are ready.
-async fn proof(
-    engine: &dyn Engine,
-    plan: &Plan<'_>,
-    plugin: &PluginOptions,
-    unproved: u32,
-    limit: &Limit,
-) -> Result<Proof> {
-    if !plugin::are_ready(engine, plan, plugin, limit).await? {
-        return Ok(Proof::Load);
+async fn proof(engine: &dyn Engine, plan: &Plan<'_>, plugin: &PluginOptions, is_due: bool) -> Result<Proof> {
+    if let Some(why) = plugin::why_not_ready(engine, plan, plugin).await? {
+        return Ok(Proof::Load { why: Some(why) });
     }
-    let is_due = unproved >= plugin.prove_every;
-    Ok(match plan.identity.checksums_comparable() {
-        _ if !is_due => Proof::None,
-        true => Proof::Checksums,
-        false => Proof::Load,
+    if !is_due {
+        return Ok(Proof::None);
+    }
+    Ok(match compare::why_not(engine, plan) {
+        None => Proof::Whole,
+        Some(_) => Proof::load("all of its weights are due to be loaded: nothing can compare them"),
     })
 }
 
@@ -240,16 +296,18 @@ async fn patch(
     pause: &mut Pause,
     serving: Option<String>,
     plan: &Plan<'_>,
-    plugin: &PluginOptions,
-) -> Result<Duration> {
-    if plan.pause != PauseMode::InPlace || !plugin::hands_on(engine, plugin) {
+) -> Result<(Duration, Done)> {
+    let hands_on = plan.plugin.is_some_and(|plugin| plugin::hands_on(engine, plugin));
+    if plan.pause != PauseMode::InPlace || !hands_on {
         return patch::transact(engine, pause, serving, plan, false).await;
     }
-    if let Some(stood_still) = patch::running(engine, pause, plan).await? {
-        return Ok(stood_still);
+    match patch::running(engine, pause, plan).await? {
+        Ran::Patched(stood_still) => Ok((stood_still, Done { how: How::Patched, whole: None })),
+        Ran::Not { why } => {
+            plan.wait()?;
+            transact(engine, pause, serving, plan, Some(why)).await
+        }
     }
-    plan.wait()?;
-    transact(engine, pause, serving, plan).await
 }
 
 /// The directory as the engine sees it, absolute: a relative path would be taken for the name of a model on a
@@ -275,21 +333,22 @@ fn check_directory(engine: &str, identity: &Identity, directory: &Path) -> Resul
 }
 
 /// Pause, load, look, continue. `serving` is the label of the weights that the engine has now, if they are
-/// known.
+/// known; `why` it loads, if anybody wanted it to be patched.
 async fn transact(
     engine: &dyn Engine,
     pause: &mut Pause,
     serving: Option<String>,
     plan: &Plan<'_>,
-) -> Result<Duration> {
-    let sums = plan.sums(engine)?;
+    why: Option<String>,
+) -> Result<(Duration, Done)> {
+    compare::ready(engine, plan)?;
     pause.begin(plan.pause);
     let outcome = match make_ready(engine, plan.pause, plan.label).await {
         Ok(()) => {
             pause.touched();
-            load(engine, plan, &sums).await
+            load(engine, plan, why).await
         }
-        failed => failed,
+        Err(failed) => Err(failed),
     };
     end(engine, pause, serving, plan.label, Ask::Token, outcome).await
 }
@@ -301,14 +360,14 @@ async fn end(
     serving: Option<String>,
     label: &str,
     ask: Ask,
-    outcome: Result<()>,
-) -> Result<Duration> {
+    outcome: Result<Done>,
+) -> Result<(Duration, Done)> {
     let last = engine.limited(&pause::last_words());
     let ended = pause.end(&*last, serving.as_deref(), ask, outcome.as_ref().err()).await;
     let paused_for = pause.took();
     let (engine, failed) = (engine.url(), outcome.is_err());
     tracing::info!(engine, label, ?paused_for, failed, "activation");
-    ended.and(outcome).map(|()| paused_for)
+    ended.and(outcome).map(|done| (paused_for, done))
 }
 
 /// Brings an engine to where its weights may be changed: paused, without its cache, and fenced.
@@ -325,13 +384,14 @@ async fn empty_and_fence(engine: &dyn Engine, mode: PauseMode, label: &str) -> R
     relabel(engine, &partial(label)).await
 }
 
-async fn load(engine: &dyn Engine, plan: &Plan<'_>, sums: &Sums) -> Result<()> {
+async fn load(engine: &dyn Engine, plan: &Plan<'_>, why: Option<String>) -> Result<Done> {
     // The version's own label comes when its weights were looked at.
     let label = partial(plan.label);
     let Plan { directory, pause, identity, .. } = plan;
     engine.load(Reload { directory, label: &label, pause: *pause, identity }).await?;
-    check(engine, sums).await?;
-    relabel(engine, plan.label).await
+    let whole = Some(compare::look(engine, plan).await?);
+    relabel(engine, plan.label).await?;
+    Ok(Done { how: How::Loaded { why }, whole })
 }
 
 impl Plan<'_> {
@@ -343,8 +403,14 @@ impl Plan<'_> {
         })
     }
 
-    /// What the engine has to report afterwards.
-    fn sums(&self, engine: &dyn Engine) -> Result<Sums> {
-        engine.sums(self.identity, self.checkpoint, self.checkpoint.dir())
+    /// What the engine has to report afterwards. All of the checkpoint is read, once.
+    fn sums(&self, engine: &dyn Engine) -> Result<&Sums> {
+        match self.sums.get() {
+            Some(sums) => Ok(sums),
+            None => {
+                let sums = engine.sums(self.identity, self.checkpoint, self.checkpoint.dir())?;
+                Ok(self.sums.get_or_init(|| sums))
+            }
+        }
     }
 }

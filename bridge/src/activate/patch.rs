@@ -9,25 +9,35 @@
 
 use std::time::Duration;
 
+use driftless_transport::activate::How;
+
 use super::pause::{Ask, Pause, partial, relabel};
-use super::{Plan, empty_and_fence, end, load};
-use crate::engine::{Engine, Patched, PauseMode, Reload, check};
+use super::{Done, Plan, compare, empty_and_fence, end, load};
+use crate::engine::{Engine, Patched, PauseMode, Reload};
 use crate::error::{Error, Result};
 
-/// Patches an engine while it generates, and returns how long it stood still; `None` if it could not be, and is as
-/// it was.
-pub(super) async fn running(
-    engine: &dyn Engine,
-    pause: &mut Pause,
-    plan: &Plan<'_>,
-) -> Result<Option<Duration>> {
+/// Why an engine loads whose plugin has written nothing.
+const REFUSED: &str = "its plugin refused to write the delta, as the log says";
+/// Why an engine loads that took the call for a patch for one.
+const GONE: &str = "its plugin did not answer";
+
+/// What became of an engine that was to be patched while it generates.
+pub(super) enum Ran {
+    /// It was, and stood still for so long.
+    Patched(Duration),
+    /// It has to load: it is as it was, or may be anything.
+    Not { why: String },
+}
+
+/// Patches an engine while it generates.
+pub(super) async fn running(engine: &dyn Engine, pause: &mut Pause, plan: &Plan<'_>) -> Result<Ran> {
     let (url, label) = (engine.url(), plan.label);
     match engine.patch_running(request(plan)).await {
         Ok(Some(stood_still)) => {
             tracing::info!(engine = url, label, ?stood_still, "activation");
-            pause.passed(engine, plan.pause, stood_still).await.map(|()| Some(stood_still))
+            pause.passed(engine, plan.pause, stood_still).await.map(|()| Ran::Patched(stood_still))
         }
-        Ok(None) => Ok(None),
+        Ok(None) => Ok(Ran::Not { why: REFUSED.into() }),
         // It did not answer as its plugin does, and may have done anything: it is loaded.
         Err(
             error @ (Error::Status { .. }
@@ -37,7 +47,7 @@ pub(super) async fn running(
         ) => {
             tracing::warn!(engine = url, label, %error, "loads instead of being patched");
             pause.touched();
-            Ok(None)
+            Ok(Ran::Not { why: error.to_string() })
         }
         Err(error) => Err(error),
     }
@@ -57,7 +67,7 @@ pub(super) async fn transact(
     serving: Option<String>,
     plan: &Plan<'_>,
     prove: bool,
-) -> Result<Duration> {
+) -> Result<(Duration, Done)> {
     pause.begin(plan.pause);
     let outcome = match make_ready(engine, plan).await {
         Ok(()) => {
@@ -69,7 +79,7 @@ pub(super) async fn transact(
             }
             patched
         }
-        failed => failed,
+        Err(failed) => Err(failed),
     };
     end(engine, pause, serving, plan.label, Ask::TokenIfIdle, outcome).await
 }
@@ -87,28 +97,33 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
 }
 
 /// Patches, and makes sure of the outcome: the engine then has the version's label with its weights.
-async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> {
+async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<Done> {
     let Plan { label, pause, .. } = plan;
     let there = plan.checkpoint.is_written() == Some(true);
     match engine.patch(request(plan)).await? {
-        Patched::Patched if !prove => Ok(()),
-        Patched::Untouched => reload(engine, plan).await,
+        Patched::Patched if !prove => Ok(Done { how: How::Patched, whole: None }),
+        Patched::Untouched => reload(engine, plan, REFUSED).await,
         // What it loaded was written meanwhile.
-        Patched::Loaded if !there => reload(engine, plan).await,
+        Patched::Loaded if !there => reload(engine, plan, GONE).await,
         patched => {
             if patched == Patched::Loaded && *pause == PauseMode::InPlace {
                 engine.empty_cache(*pause).await?;
             }
             relabel(engine, &partial(label)).await?;
-            check(engine, &plan.sums(engine)?).await?;
-            relabel(engine, label).await
+            let whole = Some(compare::look(engine, plan).await?);
+            relabel(engine, label).await?;
+            let how = match patched {
+                Patched::Loaded => How::Loaded { why: Some(GONE.into()) },
+                _ => How::Patched,
+            };
+            Ok(Done { how, whole })
         }
     }
 }
 
 /// Has a paused engine load the checkpoint, once it is there.
-async fn reload(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
+async fn reload(engine: &dyn Engine, plan: &Plan<'_>, why: &str) -> Result<Done> {
     empty_and_fence(engine, plan.pause, plan.label).await?;
     plan.wait()?;
-    load(engine, plan, &plan.sums(engine)?).await
+    load(engine, plan, Some(why.into())).await
 }

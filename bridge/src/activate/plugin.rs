@@ -32,8 +32,8 @@ pub struct PluginOptions {
     pub required: bool,
     /// How long ranks may take to prepare a delta. Then the engine loads.
     pub deadline: Duration,
-    /// After so many versions that were patched, the next is proved: its checksums are compared where that is
-    /// possible, and otherwise it is loaded.
+    /// After so many versions that were patched, the next is proved: all weights are compared where something can
+    /// compare them, and otherwise they are loaded.
     pub prove_every: u32,
 }
 
@@ -46,7 +46,7 @@ impl PluginOptions {
 
 /// Why an engine's ranks are not ready.
 #[derive(Debug)]
-enum Unready {
+pub(super) enum Unready {
     /// There is no plugin at a rank.
     Without(String),
     /// The plugin of a rank can patch nothing.
@@ -55,27 +55,38 @@ enum Unready {
     Unprepared(String),
 }
 
-/// Waits until every rank of an engine has prepared the plan's version, or one says that it will not. Whether all have.
+impl Unready {
+    pub(super) fn why(&self) -> &str {
+        match self {
+            Self::Without(why) | Self::Unable(why) | Self::Unprepared(why) => why,
+        }
+    }
+}
+
+/// Waits until every rank of an engine has prepared the plan's version, or one says that it will not: why the engine
+/// loads, if it does.
 ///
 /// # Errors
 /// [`Error::NoPlugin`] for an engine without it, where it is required.
-pub(super) async fn are_ready(
+pub(super) async fn why_not_ready(
     engine: &dyn Engine,
     plan: &Plan<'_>,
     options: &PluginOptions,
-    limit: &Limit,
-) -> Result<bool> {
-    let Err(unready) = wait(engine, plan, options, limit).await else { return Ok(true) };
+) -> Result<Option<String>> {
+    let Err(unready) = wait(engine, plan, options, plan.limit).await else { return Ok(None) };
     match unready {
         Unready::Without(why) | Unready::Unable(why) if options.required => {
             return Err(Error::NoPlugin { engine: engine.url().into(), why });
         }
-        Unready::Without(why) => tracing::debug!(engine = engine.url(), why, "has no plugin"),
+        Unready::Without(why) => {
+            tracing::debug!(engine = engine.url(), why, "has no plugin");
+            Ok(Some("it has no plugin".into()))
+        }
         Unready::Unable(why) | Unready::Unprepared(why) => {
             tracing::info!(engine = engine.url(), label = plan.label, why, "loads instead of being patched");
+            Ok(Some(why))
         }
     }
-    Ok(false)
 }
 
 async fn wait(
@@ -141,7 +152,6 @@ impl Offered {
 ///
 /// # Errors
 /// The call's own failures. An engine whose plugin cannot compare is none.
-#[cfg_attr(not(test), expect(dead_code, reason = "activations ask for it next"))]
 pub(super) async fn compare(
     engine: &dyn Engine,
     plan: &Plan<'_>,
@@ -150,18 +160,26 @@ pub(super) async fn compare(
 ) -> Result<Comparison> {
     match compares(engine, plan.identity.tp, options) {
         Ok(()) => engine.compare(patch::request(plan), sample).await,
-        Err(Unready::Without(why) | Unready::Unable(why) | Unready::Unprepared(why)) => {
-            Ok(Comparison::Cannot { why })
-        }
+        Err(unready) => Ok(Comparison::Cannot { why: unready.why().to_owned() }),
     }
 }
 
-/// Refuses an engine that would take the call for a comparison for another one.
-fn compares(engine: &dyn Engine, ranks: u32, options: &PluginOptions) -> Result<(), Unready> {
+/// Refuses an engine that no delta can be prepared for.
+pub(super) fn patches(engine: &dyn Engine, ranks: u32, options: &PluginOptions) -> Result<(), Unready> {
+    all(engine, ranks, options).map(drop)
+}
+
+/// What the ranks of an engine say, if each of them can patch.
+fn all(engine: &dyn Engine, ranks: u32, options: &PluginOptions) -> Result<Vec<RankFile>, Unready> {
     let port = port(engine).ok_or_else(|| Unready::Without(format!("{} has no port", engine.url())))?;
     prepared::check_dir(&options.dir).map_err(|error| Unready::Without(error.to_string()))?;
-    for rank in 0..ranks {
-        let said = read(&Rank { port, number: rank, of: ranks }.path(&options.dir), rank, ranks)?;
+    let path = |number: u32| Rank { port, number, of: ranks }.path(&options.dir);
+    (0..ranks).map(|rank| read(&path(rank), rank, ranks)).collect()
+}
+
+/// Refuses an engine that would take the call for a comparison for another one.
+pub(super) fn compares(engine: &dyn Engine, ranks: u32, options: &PluginOptions) -> Result<(), Unready> {
+    for (rank, said) in all(engine, ranks, options)?.into_iter().enumerate() {
         if !said.compares {
             let why =
                 "the plugin in the engine, or the engine, is of an older release, which does not compare";
@@ -282,7 +300,18 @@ mod tests {
         let found = driftless_http::runtime::wait(&runtime, async {
             let identity = &engine.identify(&expected).await?;
             let (directory, pause) = (place.clone(), PauseMode::InPlace);
-            let plan = Plan { label, directory, identity, pause, checkpoint: &open, limit: &limit };
+            let (plugin, required, sums) = (Some(&options), Default::default(), Default::default());
+            let plan = Plan {
+                label,
+                directory,
+                identity,
+                pause,
+                plugin,
+                compare: required,
+                checkpoint: &open,
+                limit: &limit,
+                sums,
+            };
             compare(&*engine, &plan, &options, Some(3)).await
         });
         let calls = fake.engine().calls.clone();

@@ -7,18 +7,17 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use derive_setters::Setters;
 use driftless_http::runtime::{self, wait};
 use driftless_store::BoxError;
-use driftless_transport::activate::{Activate, Activated, Target};
+use driftless_transport::activate::{Activate, Activated, Compared, How, Target};
 use tokio::runtime::Handle;
 
 use super::occupation;
 use super::{Member, Push};
 use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
-use crate::activate::{self, attach};
+use crate::activate::{self, Compare, attach};
 use crate::engine::{
     Check, ClientOptions, Engine as _, Expected, Identity, Label, PauseMode, Sums, check, check_tensors,
     check_tied,
@@ -45,6 +44,8 @@ pub struct PushOptions {
     /// What engines with `--enable-memory-saver` give back while they are updated; their requests are aborted
     /// then. Never [`MemoryTag::Weights`], which an update writes to.
     pub release: Vec<MemoryTag>,
+    /// Whether engines are taken whose live weights cannot be compared.
+    pub compare: Compare,
 }
 
 /// Activates versions on several engines at once. One follower drives it as if it were one engine.
@@ -110,7 +111,7 @@ impl<P: Push> PushActivator<P> {
         })
     }
 
-    fn activate_all(&mut self, target: &Target<'_>) -> Result<Duration> {
+    fn activate_all(&mut self, target: &Target<'_>) -> Result<Activated> {
         let plans = self.plan(target)?;
         let members = plans.iter().map(|plan| Member {
             engine: plan.client.clone(),
@@ -125,9 +126,10 @@ impl<P: Push> PushActivator<P> {
         let pause = self.pauses.iter().map(Pause::took).max().unwrap_or_default();
         tracing::info!(label = target.label, ?pause, failed = outcome.is_err(), "activation by a push");
         ended.and(outcome)?;
+        let compared = compared(&plans);
         self.identities = plans.into_iter().map(|plan| Some(plan.identity)).collect();
         self.activated = Some(target.label.to_owned());
-        Ok(pause)
+        Ok(Activated::default().with_pause(pause).with_how(How::Pushed).with_compared(compared))
     }
 
     fn plan(&mut self, target: &Target<'_>) -> Result<Vec<Decided>> {
@@ -156,6 +158,9 @@ impl<P: Push> PushActivator<P> {
             check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
             check_tied(checkpoint, place, target.manifest)?;
             let sums = client.sums(&identity, checkpoint, place)?;
+            if let (Sums::Unknown { reason }, Compare::Require) = (&sums, self.options.compare) {
+                return Err(Error::NotComparable { engine: client.url().into(), why: reason.clone() });
+            }
             let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
             let (client, same) = (client.clone(), server.is_none());
             plans.push(Decided { client, identity, serving: label, sums, same, release, released });
@@ -206,6 +211,18 @@ impl<P: Push> PushActivator<P> {
     }
 }
 
+/// What was compared of all engines once they had been pushed into.
+fn compared(plans: &[Decided]) -> Compared {
+    let mut tensors = 0;
+    for plan in plans {
+        match &plan.sums {
+            Sums::Known(sums) => tensors += sums.len() as u64,
+            Sums::Unknown { reason } => return Compared::Not { why: reason.clone() },
+        }
+    }
+    Compared::Checksums { tensors }
+}
+
 /// Brings an engine to where it can be pushed into: paused, without its cache, labelled as a mixture, and
 /// with room.
 async fn make_ready(plan: &Decided, mode: PauseMode, label: &str) -> Result<()> {
@@ -242,7 +259,7 @@ impl<P: Push> Activate for PushActivator<P> {
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
-        Ok(Activated { pause: self.activate_all(target)? })
+        Ok(self.activate_all(target)?)
     }
 
     fn is_paused(&self) -> bool {

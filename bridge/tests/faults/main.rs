@@ -5,6 +5,7 @@ mod activation;
 mod behind;
 mod calls;
 mod colocate;
+mod compare;
 mod coordinate;
 mod fleet;
 mod group;

@@ -11,7 +11,7 @@ use driftless_store::ContentDigest;
 use driftless_testkit::sglang::Fake;
 use driftless_testkit::vllm::{Vllm, digest};
 use driftless_transport::Checkpoint;
-use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::activate::{Activate, Activated, Limit, Target};
 use driftless_transport::manifest::Manifest;
 use driftless_transport::prepared::offer_path;
 use serde_json::{Value, json};
@@ -73,9 +73,18 @@ impl<E: Engines, A: Activate> Scene<E, A> {
 
     /// How long the engines were paused for it.
     pub(crate) fn activate_within(&mut self, limit: &Limit) -> Result<Duration, Error> {
+        self.done_within(limit).map(|done| done.pause)
+    }
+
+    /// What was done for it.
+    pub(crate) fn done(&mut self) -> Result<Activated, Error> {
+        self.done_within(&Limit::within(Duration::from_secs(60)))
+    }
+
+    fn done_within(&mut self, limit: &Limit) -> Result<Activated, Error> {
         let (checkpoint, manifest) = (&self.next, &self.manifest);
         let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
-        let done = self.activator.activate(&target).map(|done| done.pause);
+        let done = self.activator.activate(&target);
         done.map_err(|error| *error.downcast::<Error>().unwrap())
     }
 

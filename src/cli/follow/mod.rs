@@ -1,7 +1,9 @@
 //! `driftless follow`.
 
+mod outlook;
 mod show;
 
+use crate::cli::shared::engines::COMPARES;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
 use crate::cli::shared::run::RunArgs;
@@ -10,7 +12,7 @@ use crate::cli::shared::slime::Layout;
 use crate::cli::shared::transport::TransportArgs;
 use crate::cli::shared::{keys, numbers, paths, store};
 use driftless::bridge::ClientOptions;
-use driftless::bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
+use driftless::bridge::activate::{Compare, DiskActivator, DiskOptions, PluginOptions};
 use driftless::bridge::engine::{Deadlines, PauseMode};
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
@@ -24,6 +26,7 @@ use driftless::transport::follow::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEA
 use driftless::transport::replica::{Plan, PlannedVersion};
 use driftless::transport::serve::{ServeOptions, serve};
 use driftless::transport::{Follower, Replica, Run, Version};
+use serde::Serialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -108,6 +111,10 @@ pub(crate) struct Args {
     /// (an engine without it is refused), or never. A version that cannot be patched is loaded.
     #[arg(long, value_enum, default_value_t = PluginUse::Auto)]
     plugin: PluginUse,
+    /// Whether an engine is taken of whose live weights nothing can be compared, neither by its plugin nor by checksums:
+    /// auto takes it and says so with each version, require refuses it.
+    #[arg(long, value_parser = numbers::one_of(&COMPARES), default_value = "auto")]
+    compare: Compare,
     /// Directory where plugins and followers of one user meet [default: DRIFTLESS_PLUGIN_DIR, or
     /// /dev/shm/driftless-<user id>].
     #[arg(long, value_name = "DIR")]
@@ -123,7 +130,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "VERSION", value_parser = numbers::ordinal())]
     until_version: Option<u64>,
     /// Print what would be fetched and applied now, and change nothing: no directory, no lock, no lease, no
-    /// engine. With --layout slime the versions are read and tried on copies of the tensors, and every
+    /// engine. Engines are asked who they are, and it says what each gets: patched or loaded, compared or not, or
+    /// refused. With --layout slime the versions are read and tried on copies of the tensors, and every
     /// checksum is compared.
     #[arg(long)]
     dry_run: bool,
@@ -274,17 +282,36 @@ fn paused(follower: &Follower) -> Option<String> {
     (!engines.is_empty()).then(|| engines.join(", "))
 }
 
-/// Prints what would be done. Opens neither the checkpoint directory nor an engine.
+/// Prints what would be done. Locks nothing, and changes neither the checkpoint directory nor an engine.
 fn dry_run(args: &Args, output: Output) -> Result<()> {
     let (store, options) = (store::open(&args.run.store)?, options(args)?);
+    let foreseen = Foreseen { plan: plan(args, store, &options)?, engines: outlook::engines(args)? };
+    output.print(&foreseen, foreseen_text)
+}
+
+/// What would be done.
+#[derive(Serialize)]
+struct Foreseen {
+    #[serde(flatten)]
+    plan: Plan,
+    /// What each engine gets, by its address.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    engines: Vec<outlook::Engine>,
+}
+
+fn foreseen_text(foreseen: &Foreseen) -> String {
+    let engines = foreseen.engines.iter().map(outlook::Engine::text);
+    std::iter::once(plan_text(&foreseen.plan)).chain(engines).collect::<Vec<_>>().join("\n")
+}
+
+fn plan(args: &Args, store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Plan> {
     if args.run.layout == Layout::Slime {
-        return output.print(&driftless::slime::plan(store, &options)?, plan_text);
+        return Ok(driftless::slime::plan(store, options)?);
     }
     let run = Run::open(store, &options.run)?.trusting(&options.trust_keys);
     let newest = run.newest_version(&options.model)?.unwrap_or_default();
     let to = options.until.map_or(newest, |until| newest.min(until));
-    let plan = Replica::plan(&args.checkpoint_dir, &run, &options.model, to)?;
-    output.print(&plan, plan_text)
+    Ok(Replica::plan(&args.checkpoint_dir, &run, &options.model, to)?)
 }
 
 fn plan_text(plan: &Plan) -> String {
@@ -324,18 +351,24 @@ fn plugin(args: &Args) -> Result<Option<PluginOptions>> {
     Ok(Some(PluginOptions::new(dir).with_required(required)))
 }
 
-fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Activate>>> {
+/// How engines load.
+fn disk_options(args: &Args, plugin: Option<PluginOptions>) -> Result<DiskOptions> {
     let load = Duration::from_secs(args.activate_deadline);
     let deadlines = Deadlines::default().with_load(load);
     let client = ClientOptions::default().with_keys(args.keys.read()?).with_deadlines(deadlines);
-    if args.transport.pushes() {
-        let mut options = PushOptions::default().with_client(client).with_pause(args.pause_generation_mode);
-        options.base = args.hf_checkpoint.clone();
-        return Ok(vec![args.transport.push(&args.engine, options)?]);
-    }
     let mut options = DiskOptions::default().with_client(client).with_pause(args.pause_generation_mode);
-    (options.base, options.plugin) = (args.hf_checkpoint.clone(), plugin);
+    (options.base, options.plugin, options.compare) = (args.hf_checkpoint.clone(), plugin, args.compare);
     options.engine_checkpoint_dir = args.engine_checkpoint_dir.clone();
+    Ok(options)
+}
+
+fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Activate>>> {
+    let options = disk_options(args, plugin)?;
+    if args.transport.pushes() {
+        let mut push = PushOptions::default().with_client(options.client).with_pause(options.pause);
+        (push.base, push.compare) = (options.base, options.compare);
+        return Ok(vec![args.transport.push(&args.engine, push)?]);
+    }
     let engine = |url: &String| -> Result<Box<dyn Activate>> {
         Ok(Box::new(DiskActivator::new(url, options.clone())?))
     };

@@ -4,6 +4,7 @@ use crate::cli::shared::output::Output;
 use crate::cli::shared::progress;
 use driftless::store::wait::lock;
 use driftless::store::wrap::Count;
+use driftless::transport::activate::{Compared, How};
 use driftless::transport::follow::Status;
 use driftless::transport::gc::EngineStatus;
 use driftless::transport::{Follower, Version};
@@ -27,8 +28,53 @@ struct Line {
     serving: usize,
     /// The longest of the engines' pauses; none where no engine was brought to the version.
     pause_ms: Option<f64>,
+    /// How engines that serve the version came by it: the ways, each with how many and what is to say of it.
+    ways: Vec<Way>,
+    /// Why nothing was compared of the weights of one of them.
+    not_compared: Option<String>,
     /// Why the first engine that does not serve the version does not.
     error: Option<String>,
+}
+
+/// Engines that came by a version in one way.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Way {
+    /// `patched`, `loaded`, `pushed`.
+    how: &'static str,
+    engines: usize,
+    /// The longest of their pauses.
+    pause_ms: f64,
+    /// Why the first that loaded was not patched, where somebody wanted it to be.
+    why: Option<String>,
+}
+
+impl Way {
+    /// The ways of these engines.
+    fn all(engines: &[&EngineStatus]) -> Vec<Way> {
+        let mut ways = Vec::<Way>::new();
+        for engine in engines {
+            let (how, why) = match &engine.how {
+                Some(How::Patched) => ("patched", None),
+                Some(How::Pushed) => ("pushed", None),
+                Some(How::Loaded { why }) => ("loaded", why.as_deref().map(short)),
+                None => continue,
+            };
+            let pause_ms = engine.pause_ms.unwrap_or_default();
+            match ways.iter_mut().find(|way| way.how == how) {
+                Some(way) => (way.engines, way.pause_ms) = (way.engines + 1, way.pause_ms.max(pause_ms)),
+                None => ways.push(Way { how, engines: 1, pause_ms, why }),
+            }
+        }
+        ways
+    }
+
+    /// `patched in 12.0 ms`, with how many if there are engines that came by it otherwise.
+    fn text(&self, alone: bool) -> String {
+        let Way { how, engines, pause_ms, why } = self;
+        let count = if alone { String::new() } else { format!("{engines} ") };
+        let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
+        format!("{count}{how} in {pause_ms:.1} ms{why}")
+    }
 }
 
 impl Line {
@@ -41,6 +87,12 @@ impl Line {
             Some(last) if last.version == ack.version => last.from,
             last => last.map(|last| last.version),
         };
+        let there: Vec<_> =
+            ack.engines.iter().filter(|engine| engine.label.as_ref() == Some(&ack.label)).collect();
+        let not_compared = there.iter().find_map(|engine| match &engine.compared {
+            Some(Compared::Not { why }) => Some(short(why)),
+            _ => None,
+        });
         let pauses = ack.engines.iter().filter_map(|engine| engine.pause_ms);
         let reason =
             |engine: &EngineStatus| Some(format!("{}: {}", engine.url, short(engine.error.as_ref()?)));
@@ -53,6 +105,8 @@ impl Line {
             engines: ack.engines.len(),
             serving,
             pause_ms: pauses.reduce(f64::max),
+            ways: Way::all(&there),
+            not_compared,
             error: ack.engines.iter().find_map(reason),
         })
     }
@@ -67,7 +121,13 @@ impl Line {
         if *engines > 0 {
             text += &format!(", on {serving} of {engines} engines");
         }
+        let alone = self.ways.len() == 1;
+        for way in &self.ways {
+            text += &format!(", {}", way.text(alone));
+        }
+        self.not_compared.iter().for_each(|why| text += &format!(", not compared ({why})"));
         match self.pause_ms {
+            Some(_) if !self.ways.is_empty() => {}
             Some(pause_ms) => text += &format!(", paused for {pause_ms:.1} ms"),
             None if *serving > 0 => text += " already",
             None => {}
@@ -99,7 +159,12 @@ pub(super) fn status(status: &Status) -> String {
             engine.pause_ms.map_or_else(String::new, |pause_ms| format!(", paused for {pause_ms} ms"));
         let paused = if engine.paused { ", still paused" } else { "" };
         let error = engine.error.as_deref().map_or_else(String::new, |error| format!(": {}", short(error)));
-        format!("{}: {label}{pause}{paused}{error}", engine.url)
+        let how = Way::all(&[engine]).first().map(|way| format!(", {}", way.text(true)));
+        let not = match &engine.compared {
+            Some(Compared::Not { why }) => format!(", not compared ({})", short(why)),
+            _ => String::new(),
+        };
+        format!("{}: {label}{}{not}{paused}{error}", engine.url, how.unwrap_or(pause))
     };
     let first = format!("{} ({}), {prepared}", ack.label, ack.manifest_digest);
     std::iter::once(first).chain(ack.engines.iter().map(engine)).collect::<Vec<_>>().join("\n")
@@ -162,6 +227,28 @@ mod tests {
         let alone = Line::next(&status(4, &[]), Some(&next)).expect("a line");
         assert_eq!(alone.text(), "version 3 -> 4: 12 bytes in 7 ms");
     }
+
+    #[test]
+    fn line_tells_how_engines_came_by_the_version() {
+        let mut status = status(1, &["a:1", "a:1", "a:0"]);
+        let engines = &mut status.applied.as_mut().expect("applied").engines;
+        (engines[0].how, engines[0].compared) = (Some(How::Patched), Some(Compared::Changes));
+        let line = Line::next(&status, None).expect("a line").text();
+        assert_eq!(line, "version 1: 12 bytes in 7 ms, on 2 of 3 engines, patched in 1.5 ms");
+
+        let engines = &mut status.applied.as_mut().expect("applied").engines;
+        engines[1].how = Some(How::Loaded { why: Some("w is no tensor of the model".into()) });
+        (engines[1].pause_ms, engines[1].compared) =
+            (Some(516.0), Some(Compared::Not { why: "no plugin".into() }));
+        let line = Line::next(&status, None).expect("a line").text();
+        let ways = "1 patched in 1.5 ms, 1 loaded in 516.0 ms (w is no tensor of the model), not compared (no plugin)";
+        assert_eq!(line, format!("version 1: 12 bytes in 7 ms, on 2 of 3 engines, {ways}"));
+        assert!(
+            super::status(&status)
+                .contains("1: a:1, loaded in 516.0 ms (w is no tensor of the model), not compared")
+        );
+    }
+
     #[test]
     fn line_tells_why_an_engine_is_not_on_the_version() {
         let mut status = status(1, &["a:0"]);

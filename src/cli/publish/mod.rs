@@ -9,6 +9,8 @@ use crate::cli::shared::run::RunArgs;
 use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals};
 use crate::cli::shared::slime::{self, Layout};
 use crate::cli::shared::{keys, numbers, paths, progress, store};
+use driftless::bridge::Expected;
+use driftless::bridge::activate::forecast;
 use driftless::delta::Profile;
 use driftless::store::Store;
 use driftless::store::wait::Stop;
@@ -252,6 +254,7 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
     // Without a version to compare with, nothing has changed.
     let density = published.changed as f64 / published.elements.max(1) as f64;
     let density = (published.kind == Kind::Delta || density < 1.0).then_some(density);
+    let engines = engines(published, &args.checkpoint);
     let value = json!({
         "version": published.version.0,
         "label": published.label,
@@ -260,6 +263,7 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
         "anchor": published.anchor,
         "full_because": published.full_because.as_ref().map(ToString::to_string),
         "left_out": published.left_out.iter().map(|head| (&head.tensor, &head.same_as)).collect::<BTreeMap<_, _>>(),
+        "engines": engines,
         "publication_bytes": published.publication_bytes,
         "full_bytes": published.full_bytes,
         "density": density,
@@ -292,8 +296,20 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
         };
         let (version, label) = (published.version, &published.label);
         let elapsed_ms = (published.encode + published.upload).as_secs_f64() * 1e3;
-        format!("version {version} ({label}): {stored}, {elapsed_ms:.0} ms{why}{left_out}{baseline}")
+        let engines = engines.map_or_else(String::new, |engines| format!("\n{engines}"));
+        format!("version {version} ({label}): {stored}, {elapsed_ms:.0} ms{why}{left_out}{engines}{baseline}")
     })
+}
+
+/// What engines can get of a run that begins with this version, as its `config.json` alone says.
+fn engines(published: &Published, checkpoint: &Path) -> Option<String> {
+    let begins =
+        published.kind == Kind::Reference || published.full_because == Some(FullBecause::FirstVersion);
+    if !begins || !checkpoint.join("config.json").is_file() {
+        return None;
+    }
+    let config = Expected::from_checkpoint(checkpoint).map(|expected| forecast(&expected.config));
+    Some(config.unwrap_or_else(|error| format!("engines: refused: {error}")))
 }
 
 /// Says why a tensor of the checkpoint is none of the version.

@@ -4,9 +4,10 @@
 //! |---|---|
 //! | `error`, `output`, `progress` | how a command ends, prints, and shows that it goes on |
 //! | `paths`, `numbers`, `keys` | what flags name, checked before anything is made |
-//! | `run`, `store`, `slime`, `transport` | flags that commands share: runs, stores, slime's layout, ways of weights |
+//! | `run`, `store`, `slime`, `transport`, `engines` | flags that commands share: runs, stores, slime's layout, ways of weights, which engines are taken |
 //! | `signals`, `mapped`, `failpoints` | the process: its end, unreadable pages, crash points |
 
+pub(crate) mod engines;
 pub(crate) mod error;
 #[cfg(feature = "failpoints")]
 pub(crate) mod failpoints;

@@ -8,6 +8,7 @@ mod sft;
 mod show;
 pub(crate) mod task;
 
+use crate::cli::shared::engines::COMPARES;
 #[cfg(not(feature = "torch"))]
 use crate::cli::shared::error::absent;
 use crate::cli::shared::error::{Error, Result};
@@ -19,7 +20,9 @@ use crate::cli::shared::transport::with_settings;
 use crate::cli::shared::{keys, numbers, paths, store};
 #[cfg(feature = "torch")]
 use crate::cli::train_rank;
+use driftless::bridge::activate::Compare;
 use driftless::bridge::engine::Deadlines;
+use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
 use driftless::bridge::{ClientOptions, Keys, SamplingParams, connect};
 #[cfg(feature = "torch")]
@@ -239,6 +242,10 @@ struct UpdateArgs {
     sign: keys::SignArgs,
     #[command(flatten)]
     notify: store::NotifyArgs,
+    /// Whether the run goes on with an engine of whose live weights its follower could compare nothing, by a plugin or
+    /// by checksums (auto), or ends (require). Each engine's outlook is told at the start.
+    #[arg(long, value_parser = numbers::one_of(&COMPARES), default_value = "auto")]
+    compare: Compare,
     /// After every update compare the engines' checksums with those of the trainer's bytes; a difference ends
     /// the run.
     #[arg(long)]
@@ -382,7 +389,8 @@ fn pushes(update: &UpdateArgs, keys: &Keys, hf_checkpoint: &Path) -> Option<Push
     }
     let deadlines = Deadlines::default().with_load(Duration::from_secs(update.update_deadline));
     let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
-    let options = PushOptions::default().with_client(client).with_base(hf_checkpoint);
+    let options =
+        PushOptions::default().with_client(client).with_base(hf_checkpoint).with_compare(update.compare);
     let transport = update.transport.clone();
     Some(Pushes::new(move |engines| Ok(transport.push(engines, options.clone())?)))
 }
@@ -480,6 +488,8 @@ impl UpdateArgs {
             .with_keep_versions(self.keep)
             .with_notify(self.notify.notify()?)
             .with_check_weight_update_equal(self.check_weight_update_equal)
+            .with_compare(self.compare)
+            .with_plugin_dir(Some(plugin_dir(std::env::var_os(PLUGIN_DIR))))
             .with_update_deadline(Duration::from_secs(self.update_deadline)))
     }
 }

@@ -69,6 +69,7 @@ impl Show {
                     _ => format!("going on at step {step} of {of}"),
                 });
             }
+            Event::Engine { url, gets } => self.line(&format!("engine {url}, seen from here: {gets}")),
             Event::LogMissing { step } => self.line(&format!(
                 "the rollout log has none of the prompts that {step} steps were trained on; they are taken again"
             )),
@@ -185,6 +186,9 @@ fn describe(step: &StepMetrics, of: u64) -> String {
         if published.engines_behind > 0 {
             let _ = write!(line, " without {} engines", published.engines_behind);
         }
+        if published.not_compared.is_some() {
+            line.push_str(" not compared");
+        }
     }
     for (name, count) in [("failed", step.groups_failed), ("filtered", step.groups_filtered)] {
         if count > 0 {
@@ -224,6 +228,10 @@ mod tests {
     fn step_is_one_line_and_unusual_things_are_in_it() {
         let line = describe(&step(), 40);
         assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s update 0.4 s v13");
+        let mut uncompared = step();
+        uncompared.publication.as_mut().expect("a publication").not_compared =
+            Some("e: no plugin".to_owned());
+        assert!(describe(&uncompared, 40).ends_with(" v13 not compared"));
         let odd = StepMetrics { groups_failed: 2, skipped: true, publication: None, ..step() };
         let line = describe(&odd, 40);
         assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s failed 2 left out");

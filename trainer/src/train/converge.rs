@@ -5,6 +5,7 @@ use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::Label;
+use driftless_bridge::activate::Compare;
 use driftless_bridge::fleet::EngineStatus;
 use driftless_store::BoxError;
 use driftless_transport::Snapshot;
@@ -38,9 +39,15 @@ impl Session<'_> {
         let version = driftless_transport::Version(metrics.version);
         if let Some(updates) = &self.updates {
             match updates.acknowledged(version, ACK_DEADLINE) {
-                Ok(told) => (metrics.prepare_ms, metrics.pause_ms) = (told.prepare_ms, told.pause_ms),
+                Ok(told) => {
+                    (metrics.prepare_ms, metrics.pause_ms) = (told.prepare_ms, told.pause_ms);
+                    metrics.not_compared = told.not_compared;
+                }
                 Err(error) => tracing::warn!(%error, %label, "what its followers wrote cannot be read"),
             }
+        }
+        if let (Some(why), Compare::Require) = (&metrics.not_compared, self.options.compare) {
+            return Err(Error::NotCompared { label: label.to_string(), why: why.clone() });
         }
         metrics.pause_ms = update::longer(metrics.pause_ms, pushed.map(update::milliseconds));
         self.collect_old();

@@ -53,6 +53,14 @@ pub enum Event<'a> {
         /// Where it lacks, and why; empty while that is not known.
         on: &'a str,
     },
+    /// An engine is attached.
+    Engine {
+        /// Its URL.
+        url: &'a str,
+        /// What it gets of the run's versions, as far as it shows from this host: whether it is patched, loaded or pushed
+        /// into, and what is compared.
+        gets: &'a str,
+    },
     /// Samples of a rollout have arrived and are durable.
     Generating {
         /// The rollout.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use derive_setters::Setters;
+use driftless_bridge::activate::Compare;
 use driftless_bridge::{Keys, SamplingParams};
 use driftless_store::Store;
 use driftless_transport::publish::Notify;
@@ -81,6 +82,10 @@ pub struct TrainOptions {
     pub keep_versions: Option<u64>,
     /// After every update compare the engines' checksums with those of the trainer's bytes.
     pub check_weight_update_equal: bool,
+    /// Whether the run goes on with engines of whose live weights their followers could compare nothing.
+    pub compare: Compare,
+    /// The directory of engines' plugins on this host, to tell at the start what each engine gets.
+    pub plugin_dir: Option<PathBuf>,
     /// Measure on held-out prompts after every so many steps; only at both ends, if 0.
     pub eval_interval: u64,
     /// The held-out prompts; no two sets have one name.
@@ -155,6 +160,8 @@ impl TrainOptions {
             notify: None,
             keep_versions: None,
             check_weight_update_equal: false,
+            compare: Compare::Auto,
+            plugin_dir: None,
             eval_interval: 20,
             eval: Vec::new(),
             save_interval: 20,

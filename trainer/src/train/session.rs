@@ -6,11 +6,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of};
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{Expected, Fleet};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Retention};
 use driftless_store::Store;
 use driftless_store::os::regular;
+use driftless_transport::activate::How;
 use driftless_transport::publish::{PublisherOptions, Start};
 use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
@@ -248,6 +250,7 @@ impl<'o> Session<'o> {
             }
         });
         let fleet = Arc::new(fleet?);
+        self.tell_outlook(&fleet);
         self.fleet = Some(fleet.clone());
         let observer = self.observer.clone();
         self.rollouts = Some(Arc::new(Rollouts {
@@ -268,6 +271,21 @@ impl<'o> Session<'o> {
             log: self.log.clone(),
         }));
         Ok(())
+    }
+
+    /// Tells what each engine gets of the run's versions, as far as it shows from this host.
+    fn tell_outlook(&self, fleet: &Fleet) {
+        let mut options = DiskOptions::default();
+        options.plugin = self.options.plugin_dir.as_ref().map(PluginOptions::new);
+        for engine in fleet.engines() {
+            let gets = match outlook_of(&engine, &options) {
+                Outlook::Taken { compared, .. } if self.options.push.is_some() => {
+                    Outlook::Taken { how: How::Pushed, compared }
+                }
+                outlook => outlook,
+            };
+            self.tell(Event::Engine { url: engine.engine().url(), gets: &gets.to_string() });
+        }
     }
 
     pub(super) fn block_on<T>(&self, future: impl Future<Output = Result<T, impl Into<Error>>>) -> Result<T> {

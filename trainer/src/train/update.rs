@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use driftless_bridge::engine::LiveWeights;
 use driftless_bridge::fleet::Newest;
 use driftless_bridge::{Fleet, Label};
+use driftless_transport::activate::Compared;
 use driftless_transport::gc::Ack;
 use driftless_transport::manifest::Manifest;
 #[cfg(feature = "cuda")]
@@ -222,6 +223,8 @@ pub(super) struct Told {
     pub(super) prepare_ms: Option<f64>,
     /// The longest pause of an engine that serves the version, in milliseconds.
     pub(super) pause_ms: Option<f64>,
+    /// The first engine that serves it and of whose weights nothing was compared, and why.
+    pub(super) not_compared: Option<String>,
     /// Whether an engine beside one of them is not there yet, and nothing keeps it from coming.
     unfinished: bool,
 }
@@ -233,6 +236,9 @@ impl Told {
             // The pause of an engine with another label is that of an earlier version.
             if engine.label.as_ref() == Some(&ack.label) {
                 self.pause_ms = longer(self.pause_ms, engine.pause_ms);
+                if let (None, Some(Compared::Not { why })) = (&self.not_compared, &engine.compared) {
+                    self.not_compared = Some(format!("{}: {why}", engine.url));
+                }
             } else {
                 self.unfinished |= engine.error.is_none();
             }
@@ -358,10 +364,21 @@ mod tests {
     fn pause_of_another_version_is_not_this_ones() {
         let mut told = Told::default();
         told.add(&ack("r:6", 74.5));
-        assert_eq!(told, Told { prepare_ms: Some(3.0), pause_ms: None, unfinished: true });
+        assert_eq!(told, Told { prepare_ms: Some(3.0), unfinished: true, ..Told::default() });
         let mut told = Told::default();
         told.add(&ack("r:7", 19.0));
         told.add(&ack("r:7", 12.9));
-        assert_eq!(told, Told { prepare_ms: Some(3.0), pause_ms: Some(19.0), unfinished: false });
+        assert_eq!(told, Told { prepare_ms: Some(3.0), pause_ms: Some(19.0), ..Told::default() });
+    }
+
+    #[test]
+    fn engine_that_was_not_compared_is_named() {
+        let mut told = Told::default();
+        let mut ack = ack("r:7", 19.0);
+        told.add(&ack);
+        assert_eq!(told.not_compared, None, "a follower of an older release does not tell");
+        ack.engines[0].compared = Some(Compared::Not { why: "no plugin".into() });
+        told.add(&ack);
+        assert_eq!(told.not_compared.as_deref(), Some("e: no plugin"));
     }
 }

@@ -10,7 +10,7 @@ use driftless_store::wait::backoff;
 use super::watch::is_told;
 use super::worker::{Answer, Job, Worker};
 use super::{Core, Follower, millis};
-use crate::activate::{Activate, Limit};
+use crate::activate::{Activate, Activated, Limit};
 use crate::error::{Error, Result};
 
 /// What an engine is asked first, as errors name it.
@@ -114,17 +114,22 @@ impl Follower {
         slot.reload &= !matches!(outcome, Ok(Answer::Activated(_)));
         let counted = match &outcome {
             Ok(Answer::Serving(_)) => Ok(None),
-            Ok(Answer::Activated(activated)) => Ok(Some(activated.pause)),
+            Ok(Answer::Activated(activated)) => Ok(Some(activated)),
             Err(_) => Err(()),
         };
         self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
-        if let Ok(Some(pause)) = counted {
-            tracing::info!(engine = slot.worker.name(), label, pause_ms = millis(pause), "activated");
+        let activated = counted.ok().flatten();
+        if let Some(Activated { pause, how, compared }) = activated {
+            let (engine, pause_ms) = (slot.worker.name(), millis(*pause));
+            tracing::info!(engine, label, pause_ms, ?how, ?compared, "activated");
         }
         if let Some(entry) = self.status_mut().applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) {
             entry.up = !matches!(&outcome, Err(error) if is_away(error));
             entry.paused = entry.up && paused;
-            entry.pause_ms = counted.ok().flatten().map(millis).or(entry.pause_ms);
+            if let Some(Activated { pause, how, compared }) = activated {
+                entry.pause_ms = Some(millis(*pause));
+                (entry.how, entry.compared) = (how.clone(), compared.clone());
+            }
             entry.label = None;
             match &outcome {
                 Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {}

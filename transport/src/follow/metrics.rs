@@ -7,6 +7,7 @@ use driftless_http::metrics::Page;
 use driftless_store::wrap::Counts;
 
 use super::status::Status;
+use crate::activate::{Activated, Compared, How};
 use crate::error::Error;
 use crate::replica::Advanced;
 
@@ -28,6 +29,7 @@ pub(super) struct Counters {
 #[derive(Clone, Debug, Default)]
 struct Engine {
     activations: u64,
+    patches: u64,
     failures: u64,
     paused: Duration,
     last_pause: Duration,
@@ -62,15 +64,16 @@ impl Counters {
         self.behind = (lag(status) > 0).then(|| self.behind.unwrap_or(now));
     }
 
-    /// Notes what an engine came to; `pause` only if it was activated.
-    pub(super) fn activated(&mut self, engine: &str, outcome: Result<Option<Duration>, ()>, now: Instant) {
+    /// Notes what an engine came to, and what was done if it was activated.
+    pub(super) fn activated(&mut self, engine: &str, outcome: Result<Option<&Activated>, ()>, now: Instant) {
         let entry = self.engines.entry(engine.to_owned()).or_default();
         match outcome {
             Ok(None) => {}
-            Ok(Some(pause)) => {
+            Ok(Some(Activated { pause, how, .. })) => {
                 entry.activations += 1;
-                entry.paused += pause;
-                entry.last_pause = pause;
+                entry.patches += u64::from(*how == Some(How::Patched));
+                entry.paused += *pause;
+                entry.last_pause = *pause;
             }
             Err(()) => {
                 entry.failures += 1;
@@ -179,8 +182,15 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     each("engine_paused", "gauge", "Whether the engine was paused at the last look.", &|engine| {
         f64::from(u8::from(engine.paused))
     });
-    each("activations_total", "counter", "Versions that the engine loaded.", &|engine| {
+    each("activations_total", "counter", "Versions that the engine was brought to.", &|engine| {
         counted(&engine.url).activations as f64
+    });
+    each("patches_total", "counter", "Those of them that its plugin patched it to.", &|engine| {
+        counted(&engine.url).patches as f64
+    });
+    let help = "Whether weights were compared when the engine was last brought to a version.";
+    each("engine_compared", "gauge", help, &|engine| {
+        f64::from(u8::from(engine.compared.as_ref().is_some_and(Compared::is_any)))
     });
     each("activation_failures_total", "counter", "Failures of the engine.", &|engine| {
         counted(&engine.url).failures as f64
@@ -267,6 +277,8 @@ mod tests {
             up: *url == "http://a",
             paused: *url == "http://a",
             pause_ms: None,
+            how: None,
+            compared: (*url == "http://a").then_some(Compared::Changes),
             error: None,
         };
         let ack = |version| Ack {
@@ -313,8 +325,9 @@ mod tests {
             Error::Corrupt { subject: "x".into(), what: "y", expected: "1".into(), found: "2".into() };
         counters.prepared(Err(&corrupt), later(2));
         counters.prepared(Err(&Error::Busy { what: "x".into(), with: "y".into() }), later(3));
-        counters.activated("http://a", Ok(Some(Duration::from_millis(30))), later(3));
-        counters.activated("http://a", Ok(Some(Duration::from_millis(20))), later(3));
+        let patched = |ms| Activated::default().with_pause(Duration::from_millis(ms)).with_how(How::Patched);
+        counters.activated("http://a", Ok(Some(&patched(30).with_how(How::Loaded { why: None }))), later(3));
+        counters.activated("http://a", Ok(Some(&patched(20))), later(3));
         counters.activated("http://a", Ok(None), later(3));
         counters.activated("b\\\n", Err(()), later(4));
         counters.scrubbed(500);
@@ -349,6 +362,9 @@ mod tests {
         assert_eq!(value(&page, "apply_seconds_total", &[("phase", "sync")]), Some(2.0));
         assert_eq!(value(&page, "store_requests_total", &[("operation", "get")]), Some(3.0));
         assert_eq!(value(&page, "activations_total", &a), Some(2.0));
+        assert_eq!(value(&page, "patches_total", &a), Some(1.0));
+        assert_eq!(value(&page, "engine_compared", &a), Some(1.0));
+        assert_eq!(value(&page, "engine_compared", &[("engine", "b\\\n")]), Some(0.0));
         assert_eq!(value(&page, "pause_seconds_total", &a), Some(0.05));
         assert_eq!(value(&page, "last_pause_seconds", &a), Some(0.02));
         assert_eq!(value(&page, "engine_in_step", &a), Some(1.0));

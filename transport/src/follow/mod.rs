@@ -429,6 +429,8 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
         up: false,
         paused: false,
         pause_ms: None,
+        how: None,
+        compared: None,
         error: None,
     };
     status.applied = Some(Ack {

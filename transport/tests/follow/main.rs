@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use driftless_store::wait::Stop;
 use driftless_store::wrap::{Count, Fault, When};
 use driftless_store::{BoxError, Error as StoreError, Memory, Store};
-use driftless_transport::activate::{Activate, Activated, Target};
+use driftless_transport::activate::{Activate, Activated, Compared, How, Target};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::gc::Ack;
@@ -98,7 +98,9 @@ impl Activate for Fake {
         state.serving = Some(target.label.to_owned());
         state.activations.push(target.label.to_owned());
         assert_eq!(target.manifest.label(), target.label);
-        Ok(Activated { pause: Duration::from_millis(7) })
+        let compared = Compared::Not { why: "a fake".into() };
+        let done = Activated::default().with_pause(Duration::from_millis(7)).with_compared(compared);
+        Ok(done.with_how(How::Loaded { why: None }))
     }
 
     fn is_paused(&self) -> bool {
@@ -194,7 +196,10 @@ fn prepare_and_activate_are_separate_and_acknowledged() {
     let status = follower.activate().unwrap();
     assert_eq!(status.applied.as_ref(), Some(&fixture.ack()));
     assert_eq!(fixture.ack().engines[0].label, Some(fixture.label(0)));
-    assert_eq!(fixture.ack().engines[0].pause_ms, Some(7.0));
+    let told = &fixture.ack().engines[0];
+    assert_eq!(told.pause_ms, Some(7.0));
+    assert_eq!(told.how, Some(How::Loaded { why: None }));
+    assert_eq!(told.compared, Some(Compared::Not { why: "a fake".into() }));
     assert_eq!(engine.serving(), Some(fixture.label(0)));
     follower.activate().unwrap();
     assert_eq!(engine.activations(), 1, "an engine that serves the version is left alone");
