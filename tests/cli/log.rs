@@ -87,7 +87,7 @@ fn prompts_of_a_run_go_into_its_log() {
     std::fs::write(&file, "{\"input\": \"a\"}\n").expect("a file");
     let done = json(driftless().args(["log", "import"]).args([&run_dir, &file]));
     assert_eq!(done["prompts"].as_u64(), Some(1), "{done}");
-    assert_eq!(Reader::open(&run_dir.join("log")).expect("a log").prompts(PromptState::Waiting).len(), 2);
+    assert_eq!(Reader::open(run_dir.join("log")).expect("a log").prompts(PromptState::Waiting).len(), 2);
     let beside = std::fs::read_dir(&run_dir).expect("a run").count();
     assert_eq!(beside, 2, "no other log begins beside the run's");
 }

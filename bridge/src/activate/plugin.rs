@@ -76,7 +76,7 @@ pub(super) async fn why_not_ready(
     let Err(unready) = wait(engine, plan, options, plan.limit).await else { return Ok(None) };
     match unready {
         Unready::Without(why) | Unready::Unable(why) if options.required => {
-            return Err(Error::NoPlugin { engine: engine.url().into(), why });
+            Err(Error::NoPlugin { engine: engine.url().into(), why })
         }
         Unready::Without(why) => {
             tracing::debug!(engine = engine.url(), why, "has no plugin");

@@ -50,11 +50,6 @@ impl Identity {
     pub(crate) fn flushes_with_patch(&self, mode: PauseMode) -> bool {
         self.flushes && mode == PauseMode::Retract
     }
-
-    /// Whether the engine's checksums can be compared with [`checksums`](crate::sglang::checksums()).
-    pub(crate) fn checksums_comparable(&self) -> bool {
-        self.no_checksums.is_none()
-    }
 }
 
 /// Config and tokenizer of an engine, read under the paths it names; `None` where they are not on this

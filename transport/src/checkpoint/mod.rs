@@ -268,7 +268,7 @@ impl Shard {
 fn no_shard(dir: &Path, name: &str, source: io::Error) -> Error {
     match source.kind() {
         io::ErrorKind::NotFound => bad(dir, None, "weight file", format!("`{name}`"), "no such file"),
-        _ => Error::io("open", &dir.join(name), source),
+        _ => Error::io("open", dir.join(name), source),
     }
 }
 
