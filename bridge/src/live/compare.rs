@@ -5,6 +5,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_store::{ContentDigest, chain_text};
@@ -17,9 +19,13 @@ use super::reply::{Compared, Names};
 use super::{Shared, State};
 use crate::error::{Error, Result};
 
-/// Bytes and elements that are compared at a time.
+/// Bytes and elements that are compared at a time. Memory has room for them.
 pub(super) const BATCH_BYTES: usize = 8 << 20;
 pub(super) const BATCH_ELEMENTS: usize = 4 << 20;
+
+/// Threads that read them, and bytes that one reads at a time.
+const READERS_MAX: usize = 4;
+const READ_BYTES: usize = 1 << 20;
 
 /// A sample has a piece of so many tensors, and so many bytes of each: 16 MiB in all, which take about 10 ms. Other weights
 /// differ nearly everywhere, so one look finds them.
@@ -166,15 +172,12 @@ impl Comparing {
                 }
                 let width = self.pairs[number].place.dtype.size();
                 if !batch.has_room(&among, width) {
-                    batch.compare(layout, memory, &mut self.pairs)?;
+                    self.compare_batch(&mut batch, layout, memory)?;
                 }
-                let Pair { place, tensor, .. } = &self.pairs[number];
-                let into = batch.add(number, &among, width);
-                self.bytes += into.len() as u64;
-                self.checkpoint.read(*tensor, among.start * width, into).map_err(unread(place))?;
+                batch.add(number, among, width);
             }
         }
-        batch.compare(layout, memory, &mut self.pairs)?;
+        self.compare_batch(&mut batch, layout, memory)?;
         for pair in &self.pairs {
             let seen = &mut self.seen[pair.tensor];
             let found = if pair.differs { DIFFERS } else { EQUAL };
@@ -182,6 +185,63 @@ impl Comparing {
             *seen = if *seen <= EQUAL { found.max(*seen) } else { found };
         }
         Ok(())
+    }
+
+    /// Reads and compares pieces, and forgets them.
+    fn compare_batch(&mut self, batch: &mut Batch, layout: &Layout, memory: &mut dyn Memory) -> Result<()> {
+        let Batch { reads, .. } = std::mem::take(batch);
+        self.bytes += reads.iter().map(|read| read.bytes.len() as u64).sum::<u64>();
+        self.read(&reads, memory.room()?)?;
+        let pieces: Vec<_> = reads.iter().map(|read| read.piece(&self.pairs)).collect();
+        if pieces.is_empty() || memory.compare(layout, &pieces)? == Found::default() {
+            return Ok(());
+        }
+        // Which they are, each says by itself.
+        for read in &reads {
+            let others = memory.compare(layout, &[read.piece(&self.pairs)])?.others;
+            self.pairs[read.pair].differs |= others > 0;
+        }
+        Ok(())
+    }
+
+    /// Reads pieces to their places, by several threads.
+    fn read(&self, reads: &[Read], room: &mut [u8]) -> Result<()> {
+        let (mut jobs, mut rest, mut end) = (Vec::new(), room, 0);
+        for read in reads {
+            let Pair { tensor, place, .. } = &self.pairs[read.pair];
+            let (_, behind) = rest.split_at_mut(read.bytes.start - end);
+            let (into, behind) = behind.split_at_mut(read.bytes.len());
+            (rest, end) = (behind, read.bytes.end);
+            let first = read.among.start * place.dtype.size();
+            let offsets = (first..).step_by(READ_BYTES);
+            jobs.extend(
+                offsets.zip(into.chunks_mut(READ_BYTES)).map(|(offset, into)| (*tensor, offset, into)),
+            );
+        }
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.min(READERS_MAX).min(jobs.len());
+        let jobs = Mutex::new(jobs.into_iter());
+        let work = || {
+            // The lock is let go before the bytes are read.
+            let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+            while let Some((tensor, offset, into)) = next() {
+                self.checkpoint.read(tensor, offset, into).map_err(|source| self.unread(tensor, &source))?;
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let ended = others.into_iter().map(thread::ScopedJoinHandle::join);
+            ended.fold(work(), |done, ended| match ended {
+                Ok(more) => done.and(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+        })
+    }
+
+    fn unread(&self, tensor: usize, source: &driftless_transport::Error) -> Error {
+        let name = &self.checkpoint.tensors()[tensor].name;
+        Error::live(format!("tensor {name}"), "readable in the checkpoint", chain_text(source))
     }
 
     /// Which elements of a pair are compared, a piece at a time.
@@ -194,7 +254,10 @@ impl Comparing {
             let sample = views.get((number % places as u64) as usize).map(|view| sample(view, width, turn));
             return Ok(sample.into_iter().collect());
         }
-        let step = (BATCH_BYTES as u64 / width).min(BATCH_ELEMENTS as u64);
+        // Of rows that are parts of the tensor's, pieces begin with one.
+        let rows = views.iter().filter_map(|view| Some(view.dims.first()?[0])).max().unwrap_or(1);
+        let most = (BATCH_BYTES as u64 / width).min(BATCH_ELEMENTS as u64);
+        let step = if rows <= most { most - most % rows } else { most };
         let spans: Vec<_> = views.iter().map(|view| view.span()).collect();
         let (first, end) =
             spans.iter().fold((u64::MAX, 0), |(first, end), span| (first.min(span.start), end.max(span.end)));
@@ -226,20 +289,15 @@ fn sample(view: &View, width: u64, turn: u64) -> Range<u64> {
     start..span.end.min(start + elements)
 }
 
-fn unread(place: &TensorInfo) -> impl FnOnce(driftless_transport::Error) -> Error {
-    let what = format!("tensor {}", place.name);
-    move |error| Error::live(what, "readable in the checkpoint", chain_text(&error))
-}
-
 /// Pieces that are compared together.
 #[derive(Default)]
 struct Batch {
-    pieces: Vec<Read>,
-    bytes: Vec<u8>,
+    reads: Vec<Read>,
+    bytes: usize,
     elements: u64,
 }
 
-/// A piece that was read, of the pair of this number.
+/// A piece of the pair of this number, and where its bytes go.
 struct Read {
     pair: usize,
     among: Range<u64>,
@@ -247,46 +305,25 @@ struct Read {
 }
 
 impl Read {
-    /// The piece, whose bytes begin at a place.
-    fn piece<'a>(&self, at: usize, pairs: &'a [Pair]) -> Piece<'a> {
+    fn piece<'a>(&self, pairs: &'a [Pair]) -> Piece<'a> {
         let (first, elements) = (self.among.start, self.among.end - self.among.start);
-        Piece { info: &pairs[self.pair].place, first, elements, at }
+        Piece { info: &pairs[self.pair].place, first, elements, at: self.bytes.start }
     }
 }
 
 impl Batch {
     fn has_room(&self, among: &Range<u64>, width: u64) -> bool {
         let elements = among.end - among.start;
-        let end = self.bytes.len().next_multiple_of(8) as u64 + elements * width;
+        let end = self.bytes.next_multiple_of(8) as u64 + elements * width;
         end <= BATCH_BYTES as u64 && self.elements + elements <= BATCH_ELEMENTS as u64
     }
 
-    /// Room for a piece's bytes.
-    fn add(&mut self, pair: usize, among: &Range<u64>, width: u64) -> &mut [u8] {
+    fn add(&mut self, pair: usize, among: Range<u64>, width: u64) {
         let elements = among.end - among.start;
-        let start = self.bytes.len().next_multiple_of(8);
+        let start = self.bytes.next_multiple_of(8);
         let bytes = start..start + (elements * width) as usize;
-        self.bytes.resize(bytes.end, 0);
-        self.elements += elements;
-        self.pieces.push(Read { pair, among: among.clone(), bytes: bytes.clone() });
-        &mut self.bytes[bytes]
-    }
-
-    /// Compares the pieces, and forgets them.
-    fn compare(&mut self, layout: &Layout, memory: &mut dyn Memory, pairs: &mut [Pair]) -> Result<()> {
-        let all: Vec<_> = self.pieces.iter().map(|read| read.piece(read.bytes.start, pairs)).collect();
-        if !all.is_empty() && memory.compare(layout, &all, &self.bytes)? != Found::default() {
-            // Which they are, each says by itself.
-            for read in &self.pieces {
-                let one = [read.piece(0, pairs)];
-                let found = memory.compare(layout, &one, &self.bytes[read.bytes.clone()])?;
-                pairs[read.pair].differs |= found.others > 0;
-            }
-        }
-        self.pieces.clear();
-        self.bytes.clear();
-        self.elements = 0;
-        Ok(())
+        (self.bytes, self.elements) = (bytes.end, self.elements + elements);
+        self.reads.push(Read { pair, among, bytes });
     }
 }
 

@@ -8,6 +8,7 @@ use std::thread;
 
 use driftless_transport::prepared::{PreparedArrays, PreparedDelta};
 
+use super::compare::BATCH_BYTES;
 use super::layout::Layout;
 use super::memory::{Found, Memory, Piece};
 use super::part::{BLOCK_CHANGES, ONE_IN, Part, Parts};
@@ -22,6 +23,8 @@ const TURN: u64 = 8;
 #[derive(Debug, Default)]
 pub(super) struct Host {
     ready: Option<(PreparedArrays, Parts)>,
+    /// What is compared.
+    room: Vec<u8>,
 }
 
 impl Memory for Host {
@@ -51,14 +54,19 @@ impl Memory for Host {
         written
     }
 
-    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>], bytes: &[u8]) -> Result<Found> {
+    fn room(&mut self) -> Result<&mut [u8]> {
+        self.room.resize(BATCH_BYTES, 0);
+        Ok(&mut self.room)
+    }
+
+    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>]) -> Result<Found> {
         let mut found = Found::default();
         for (index, piece) in pieces.iter().enumerate() {
             let (mut others, width) = (0, piece.info.dtype.size());
             for (live, view) in layout.places(piece.info)? {
                 view.runs(&piece.among(), &mut |from, to, run| {
                     let start = piece.at + ((from - piece.first) * width) as usize;
-                    let expected = &bytes[start..start + (run * width) as usize];
+                    let expected = &self.room[start..start + (run * width) as usize];
                     // SAFETY: the view fits in the storage, which the layout's maker promised; the engine, which alone
                     // writes there, stands still.
                     let held = unsafe {

@@ -197,6 +197,19 @@ impl View {
         self.from..self.from + span(&self.dims)
     }
 
+    /// The same view of the tensor from an element on, if that is one that a row begins with, or lies before them all.
+    #[cfg(feature = "cuda")]
+    pub(super) fn from(&self, first: u64) -> Option<Self> {
+        let Some(skipped) = first.checked_sub(self.from) else {
+            return Some(Self { from: self.from - first, ..self.clone() });
+        };
+        let ([stride, size, step], inner) = self.dims.split_first()?;
+        let rows = skipped / stride;
+        let dims = std::iter::once([*stride, size.checked_sub(rows)?, *step]).chain(inner.iter().copied());
+        let view = Self { from: 0, to: self.to + rows * step, dims: dims.collect() };
+        (skipped % stride == 0 && rows < *size).then_some(view)
+    }
+
     /// Of its elements that are among some of the tensor, each unbroken run: where it begins in the tensor, where in
     /// the storage, and how many it has.
     pub(super) fn runs(&self, among: &Range<u64>, each: &mut dyn FnMut(u64, u64, u64)) {

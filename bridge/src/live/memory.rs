@@ -21,8 +21,11 @@ pub(super) trait Memory: Send {
     /// error happens, all is taken back.
     fn write(&mut self, stays: &mut dyn FnMut(&Result<Found>) -> bool) -> Result<Found>;
 
-    /// Compares pieces of tensors with all copies of their elements. What is ready stays so.
-    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>], bytes: &[u8]) -> Result<Found>;
+    /// Where the bytes of pieces go: room for those that are compared at a time.
+    fn room(&mut self) -> Result<&mut [u8]>;
+
+    /// Compares pieces of tensors, whose bytes are in the room, with all copies of their elements. What is ready stays so.
+    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>]) -> Result<Found>;
 }
 
 /// Elements of a tensor, as a checkpoint has them.
@@ -34,7 +37,7 @@ pub(super) struct Piece<'a> {
     pub(super) first: u64,
     /// How many there are.
     pub(super) elements: u64,
-    /// Where their bytes begin: a multiple of 8.
+    /// Where their bytes begin in the room: a multiple of 8.
     pub(super) at: usize,
 }
 

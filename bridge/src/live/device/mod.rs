@@ -259,8 +259,12 @@ impl<M: Machine> Memory for Device<M> {
         written
     }
 
-    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>], bytes: &[u8]) -> Result<Found> {
-        self.compare_pieces(layout, pieces, bytes)
+    fn room(&mut self) -> Result<&mut [u8]> {
+        self.values()
+    }
+
+    fn compare(&mut self, layout: &Layout, pieces: &[Piece<'_>]) -> Result<Found> {
+        self.compare_pieces(layout, pieces)
     }
 }
 

@@ -207,16 +207,20 @@ fn a_device_compares_what_it_writes_as_the_host_does() {
 
 #[test]
 fn a_device_compares_checkpoints_as_the_host_does() {
-    let Some((mut scene, control)) = scene(1 << 18) else { return };
-    compare::tests::assert_compares(&mut scene);
-    assert_eq!(control.held_up.load(Ordering::Relaxed), 0, "the engine's calls would wait as well");
-    // Neither is what is ready lost, nor its room.
-    scene.step(0.02);
-    assert_eq!(scene.look(), None);
-    compare::tests::compared(&scene, None).unwrap();
-    assert!(scene.patch().unwrap().is_some());
-    drop(scene);
-    assert_eq!(control.locked.load(Ordering::Relaxed), 0);
+    // With room for what is compared, and without.
+    for memory in [1 << 27, 1 << 20] {
+        let Some((mut scene, control)) = scene(1 << 18) else { return };
+        control.memory.store(memory, Ordering::Relaxed);
+        compare::tests::assert_compares(&mut scene);
+        assert_eq!(control.held_up.load(Ordering::Relaxed), 0, "the engine's calls would wait as well");
+        // What is ready is not lost, nor is the room.
+        scene.step(0.02);
+        assert_eq!(scene.look(), None);
+        compare::tests::compared(&scene, None).unwrap();
+        assert!(scene.patch().unwrap().is_some());
+        drop(scene);
+        assert_eq!(control.locked.load(Ordering::Relaxed), 0);
+    }
 }
 
 #[test]
