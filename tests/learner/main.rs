@@ -451,7 +451,8 @@ fn steps_are_lines_where_there_is_no_terminal() {
     for step in 1..=STEPS {
         let line = words.lines().find(|line| line.starts_with(&format!("rl: step {step}/{STEPS} reward ")));
         let line = line.unwrap_or_else(|| panic!("step {step}: {words}"));
-        assert!(line.ends_with(&format!(" v{step}")), "{line}");
+        // The fake engine has no plugin, and its family is not known.
+        assert!(line.ends_with(&format!(" v{step} not compared")), "{line}");
     }
 }
 
