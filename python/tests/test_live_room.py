@@ -53,7 +53,7 @@ class Told:
     def _model(self, directory, rank, tensors, live, copies, slots, device, arena, ties_head) -> types.SimpleNamespace:
         self.arenas[rank] = arena
         self.held[rank] = sum(flat.nbytes for _, flat in live)
-        return types.SimpleNamespace(loaded=None)
+        return types.SimpleNamespace(loaded=None, announce_compare=None)
 
 
 def learn(root: Path, tensors: dict[str, torch.Tensor], rank: int) -> None:
