@@ -2,129 +2,31 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod damage;
+mod engine;
 mod http;
 mod told;
 
-use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_store::wait::Stop;
 use driftless_store::wrap::{Count, Fault, When};
-use driftless_store::{BoxError, Error as StoreError, Memory, Store};
-use driftless_transport::activate::{Activate, Activated, Compared, How, Target};
+use driftless_store::{Error as StoreError, Memory, Store};
+use driftless_transport::activate::{Activate, Compared, How};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::gc::Ack;
 use driftless_transport::publish::{Mode, Start};
-use driftless_transport::{Checkpoint, Error, Follower, Publisher, Replica, Run, Snapshot as _, Version};
+use driftless_transport::{Checkpoint, Error, Follower, Publisher, Replica, Run, Version};
 
 use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, publisher, step};
 
-/// How a fake engine reacts to its next activation.
-enum Mood {
-    Fail,
-    Panic,
-    /// Says that it is inside, then waits to be let out.
-    Hang(Sender<()>, Receiver<()>),
-    /// Says that it is inside, then takes all the time that it has, and leaves the engine paused.
-    Linger(Sender<()>),
-}
-
-/// An engine's side that the test sees.
-#[derive(Clone, Default)]
-struct Engine(Arc<Mutex<EngineState>>);
-
-#[derive(Default)]
-struct EngineState {
-    serving: Option<String>,
-    /// Content of `g.up` as loaded, to notice torn reads.
-    loaded: Vec<u8>,
-    activations: Vec<String>,
-    moods: VecDeque<Mood>,
-    unreachable: bool,
-    paused: bool,
-    looks: usize,
-    tries: usize,
-}
-
-struct Fake {
-    name: &'static str,
-    engine: Engine,
-}
-
-impl Activate for Fake {
-    fn name(&self) -> String {
-        self.name.to_owned()
-    }
-
-    fn serving(&mut self) -> Result<Option<String>, BoxError> {
-        let mut state = self.engine.0.lock().unwrap();
-        state.looks += 1;
-        if state.unreachable { Err("connection refused".into()) } else { Ok(state.serving.clone()) }
-    }
-
-    fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
-        let mood = {
-            let mut state = self.engine.0.lock().unwrap();
-            state.tries += 1;
-            state.moods.pop_front()
-        };
-        match mood {
-            Some(Mood::Linger(inside)) => {
-                inside.send(())?;
-                while !target.limit.left().is_zero() {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                self.engine.0.lock().unwrap().paused = true;
-                return Err("given up".into());
-            }
-            Some(Mood::Fail) => return Err("flush refused".into()),
-            Some(Mood::Panic) => panic!("a bug in a driver"),
-            Some(Mood::Hang(inside, out)) => {
-                inside.send(())?;
-                out.recv()?;
-            }
-            None => {}
-        }
-        let position = target.checkpoint.position("g.up").ok_or("no g.up")?;
-        let mut state = self.engine.0.lock().unwrap();
-        state.loaded = target.checkpoint.bytes(position)?.into_owned();
-        state.serving = Some(target.label.to_owned());
-        state.activations.push(target.label.to_owned());
-        assert_eq!(target.manifest.label(), target.label);
-        let compared = Compared::Not { why: "a fake".into() };
-        let done = Activated::default().with_pause(Duration::from_millis(7)).with_compared(compared);
-        Ok(done.with_how(How::Loaded { why: None }))
-    }
-
-    fn is_paused(&self) -> bool {
-        self.engine.0.lock().unwrap().paused
-    }
-}
-
-impl Engine {
-    fn fake(&self, name: &'static str) -> Box<dyn Activate> {
-        Box::new(Fake { name, engine: self.clone() })
-    }
-
-    fn activations(&self) -> usize {
-        self.0.lock().unwrap().activations.len()
-    }
-
-    fn serving(&self) -> Option<String> {
-        self.0.lock().unwrap().serving.clone()
-    }
-
-    fn next(&self, mood: Mood) {
-        self.0.lock().unwrap().moods.push_back(mood);
-    }
-}
+use engine::{Engine, Mood};
 
 struct Fixture {
     store: Arc<dyn Store>,
