@@ -12,15 +12,9 @@ from driftless_rl._errors import Error
 from driftless_rl._patchable import live_model
 from driftless_rl.sglang import _hooks
 from sglang_models import make
-from test_sglang_model import Fused, Host, Ranks
+from test_sglang_model import Fused, Host, Ranks, host
 
-
-@pytest.fixture
-def host(store, tmp_path):
-    host = Host(store, tmp_path)
-    yield host
-    host.publisher.close()
-    host.follower.close()
+__all__ = ["host"]
 
 
 def compared(host: Host, directory, sample: int | None = None) -> dict:
