@@ -174,6 +174,31 @@ pub(crate) fn tests_passed(log: &Path) -> u64 {
     String::from_utf8_lossy(&text).lines().filter_map(passed).sum()
 }
 
+/// The lines of a log that say which tests failed and why, as libtest and pytest write them; the last `most`.
+pub(crate) fn failures(log: &Path, most: usize) -> Vec<String> {
+    let text = std::fs::read(log).unwrap_or_default();
+    let found = failing(&String::from_utf8_lossy(&text));
+    found[found.len().saturating_sub(most)..].to_vec()
+}
+
+fn failing(text: &str) -> Vec<String> {
+    let mut lines = text.lines();
+    let mut found = Vec::new();
+    while let Some(line) = lines.next() {
+        let is_panic = line.contains("' panicked at ") || line.contains(") panicked at ");
+        let says =
+            line.ends_with("... FAILED") || ["FAILED ", "E   ", "error"].iter().any(|s| line.starts_with(s));
+        if is_panic || says {
+            found.push(line.to_owned());
+        }
+        // Its message stands below it.
+        if is_panic {
+            found.extend(lines.next().map(str::to_owned));
+        }
+    }
+    found
+}
+
 /// `test result: ok. 12 passed; …`, `12 passed, 1 skipped in 3.45s`, or the latter between signs of equality.
 fn passed(line: &str) -> Option<u64> {
     let (before, _) = line.split_once(" passed")?;
@@ -199,12 +224,27 @@ pub(crate) fn start(command: &Command) -> impl FnOnce(std::io::Error) -> Error +
 
 #[cfg(test)]
 mod tests {
-    use super::passed;
+    use super::{failing, passed};
 
     #[test]
     fn passed_tests_are_counted_as_libtest_and_pytest_say_them() {
         assert_eq!(passed("test result: ok. 12 passed; 0 failed; 1 ignored"), Some(12));
         assert_eq!(passed("==== 3 failed, 409 passed, 2 skipped in 350.12s ===="), Some(409));
         assert_eq!(passed("7 skipped in 0.10s"), None);
+    }
+
+    #[test]
+    fn failures_are_named_with_their_reasons() {
+        let text = "test a ... ok\ntest b::c ... FAILED\n\n---- b::c stdout ----\n\n\
+            thread 'b::c' (71) panicked at src/b.rs:3:5:\nassertion failed: x\nnote: run with\n\
+            E       AssertionError: no server within 120 s\nFAILED tests/test_a.py::test_b - AssertionError\n";
+        let found = [
+            "test b::c ... FAILED",
+            "thread 'b::c' (71) panicked at src/b.rs:3:5:",
+            "assertion failed: x",
+            "E       AssertionError: no server within 120 s",
+            "FAILED tests/test_a.py::test_b - AssertionError",
+        ];
+        assert_eq!(failing(text), found);
     }
 }

@@ -81,8 +81,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let build = |context: &Context| build(context, if all { None } else { Some(&names) });
     let jobs = chosen.iter().map(|lane| queue::Job { name: lane.name, after: before(lane), what: *lane });
     let mut report = queue::run(jobs.collect(), |lane: &'static Lane| {
-        let log = root.join("target/lanes").join(format!("{}.log", lane.name));
-        let context = Context { root: &root, log, options, built: &built };
+        let context = Context { root: &root, log: log(lane.name), options, built: &built };
         let run = |context: &Context| if lane.name == BUILD { build(context) } else { (lane.run)(context) };
         (lane, run_lane(lane, &context, run))
     });
@@ -93,6 +92,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     // Where everything can be installed, a skip hides something; and whoever names a lane wants to know what it says.
     summarise(&report, options.ci || !options.lanes.is_empty(), begin.elapsed())
+}
+
+/// What a lane's commands print.
+fn log(lane: &str) -> PathBuf {
+    crate::workspace().join("target/lanes").join(format!("{lane}.log"))
 }
 
 /// The lanes of these names, or those that run without being named; with those that make what they take.
@@ -186,6 +190,10 @@ fn summarise(report: &[(&Lane, Outcome)], all: bool, whole: Duration) -> Result<
             }
         };
         println!("{:8} {time:>6}  {before:>8}  {result}", lane.name);
+    }
+    for (lane, _) in report.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Failed(_))) {
+        println!("\n{} failed:", lane.name);
+        process::failures(&log(lane.name), 25).iter().for_each(|line| println!("  {line}"));
     }
     println!("\nlanes: {passed} passed, {failed} failed, {skipped} skipped, {} s in all", whole.as_secs());
     let bad = if all { failed + skipped } else { failed };
