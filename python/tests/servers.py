@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 # A server compiles its bytecode at its first start; on two busy cores that takes minutes.
@@ -22,13 +23,18 @@ DEATHS = ("died unexpectedly (exit code", "EngineDeadError", "Scheduler hit an e
 PORTS = range(10_000, 30_000)
 
 
-def until(what: str, seconds: float, look):
-    """The first true answer of ``look``."""
+def until(what: str, seconds: float, look, logs: Sequence[Path] = ()):
+    """The first true answer of ``look``. Without one, what is awaited is named with the ends of ``logs``."""
     end = time.monotonic() + seconds
     while not (answer := look()):
-        assert time.monotonic() < end, f"no {what} within {seconds} s"
+        assert time.monotonic() < end, "\n".join([f"no {what} within {seconds} s", *map(_end, logs)])
         time.sleep(0.02)
     return answer
+
+
+def _end(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([f"{log.name}:", *lines[-8:]])
 
 
 def given_away() -> range:

@@ -111,6 +111,7 @@ class Scene:
         self.store, self.base, self.host = store, root / "base", root / "host"
         self.tensors = make(self.base, kind, 1)
         self.server = Sglang(root, self.base, ranks)
+        self.logs = [self.server.log, root / "follower.log"]
         self.publisher = self.begin(baseline_dir=store.baseline, hf_checkpoint=self.base)
         self.version = self.publisher.version
 
@@ -132,7 +133,7 @@ class Scene:
         return f"{self.publisher.run_id[:12]}:{self.version}"
 
     def serves(self, label: str) -> None:
-        until(f"server with {label}", MOVED, lambda: self.server.label() == label)
+        until(f"server with {label}", MOVED, lambda: self.server.label() == label, self.logs)
 
     def wait_written(self) -> None:
         """The follower writes its directory behind the patch."""
@@ -195,7 +196,8 @@ def follow(request):
         command = [sys.executable, "-m", "driftless_rl", "follow", "--store", scene.store.url, "--run", "run"]
         command += ["--checkpoint-dir", str(scene.host), "--hf-checkpoint", str(scene.base), "--poll-ms", "50"]
         command += ["--engine", scene.server.url, "--plugin-dir", str(scene.server.plugins), *options]
-        started.append(subprocess.Popen(command, start_new_session=True, stdout=stdout))
+        with scene.logs[1].open("a") as log:
+            started.append(subprocess.Popen(command, start_new_session=True, stdout=stdout, stderr=log))
         return started[-1]
 
     yield start

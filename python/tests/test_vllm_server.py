@@ -75,12 +75,14 @@ class Scene:
         self._follow += ["--checkpoint-dir", str(self.host)]
         subprocess.run([*self._follow, "--once"], check=True)
         self.server = Vllm(root, self.host, command)
+        self.logs = [self.server.log, root / "follower.log"]
 
     @contextmanager
     def follower(self, *options: str):
         """A follower that has brought the server to the newest version."""
         engine = ["--engine", f"vllm+{self.server.url}", "--plugin-dir", str(self.server.plugins)]
-        process = subprocess.Popen([*self._follow, "--poll-ms", "50", *engine, *options])
+        with self.logs[1].open("a") as log:
+            process = subprocess.Popen([*self._follow, "--poll-ms", "50", *engine, *options], stderr=log)
         try:
             self.arrives()
             yield
@@ -98,8 +100,8 @@ class Scene:
 
     def arrives(self) -> None:
         """The server has the newest version's label, and generates."""
-        until(f"server with {self.label()}", MOVED, lambda: self.server.label() == self.label())
-        until("server that goes on", MOVED, lambda: not self.server.call("/is_paused")["is_paused"])
+        until(f"server with {self.label()}", MOVED, lambda: self.server.label() == self.label(), self.logs)
+        until("server that goes on", MOVED, lambda: not self.server.call("/is_paused")["is_paused"], self.logs)
 
     def wait_written(self) -> None:
         """The follower writes its directory behind the patch."""
