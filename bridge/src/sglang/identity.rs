@@ -11,9 +11,13 @@ use crate::error::Result;
 const LOAD_FORMATS: [&str; 6] =
     ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
 
-/// Architectures that SGLang gives another name, by the checkpoint's: backbones whose head the engine supplies.
-const RENAMED: [(&str, &str); 2] =
-    [("Qwen3_5Model", "Qwen3_5ForConditionalGeneration"), ("Qwen3_5TextModel", "Qwen3_5ForCausalLM")];
+/// Architectures that SGLang gives another name, by the checkpoint's: backbones whose head the engine supplies, and one
+/// that another one's class serves.
+const RENAMED: [(&str, &str); 3] = [
+    ("Qwen3_5Model", "Qwen3_5ForConditionalGeneration"),
+    ("Qwen3_5TextModel", "Qwen3_5ForCausalLM"),
+    ("Olmo3ForCausalLM", "Olmo2ForCausalLM"),
+];
 
 /// Compares an engine's answers, and the config and tokenizer under its paths where they can be read here,
 /// with what is expected.
@@ -180,9 +184,7 @@ mod tests {
     #[test]
     fn any_architecture_is_accepted_and_its_checksums_are_not_known() {
         let server = serde_json::from_value(json!({"model_path": "/m", "device": "cpu"})).unwrap();
-        for (config, engine) in
-            [("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM"), ("Qwen3_5TextModel", "Qwen3_5ForCausalLM")]
-        {
+        for (config, engine) in RENAMED.into_iter().chain([("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM")]) {
             let want = of(json!({ "architectures": [config] }));
             let model =
                 serde_json::from_value(json!({"model_path": "/m", "architectures": [engine]})).unwrap();
