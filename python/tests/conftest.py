@@ -9,6 +9,8 @@ from pathlib import Path
 
 import driftless_rl
 import pytest
+from servers import Forks
+from sglang_engine import ON_CPU
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = b'{"architectures": ["Qwen3ForCausalLM"]}'
@@ -104,6 +106,14 @@ def run_beside(folder: Path, script: str, where: str) -> subprocess.CompletedPro
     place = f"import sys; sys.path.insert({0 if where == 'first' else 'len(sys.path)'}, {str(folder)!r})\n"
     command = [sys.executable, "-P", "-c", place + script]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Servers of SGLang are forked from one process that has imported it."""
+    forks = Forks({**ON_CPU, "HF_HUB_OFFLINE": "1"})
+    yield forks
+    forks.end()
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE
+from typing import IO
 
 # A server compiles its bytecode at its first start; on two busy cores that takes minutes.
 STARTED, MOVED = 600, 120
@@ -66,24 +68,20 @@ class Server:
     """A server of this environment's Python, on a port of its own, which answers once this is made."""
 
     def __init__(self, root: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        root.mkdir(exist_ok=True)
         self.plugins, self.port, self.log = root / "plugins", free_port(), root / "server.log"
         self._arguments = [*arguments, "--port", str(self.port)]
         # Its bytecode is kept: without it each process takes a minute more to start.
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        self._environment = {**kept, **environment, "HF_HUB_OFFLINE": "1", "DRIFTLESS_PLUGIN_DIR": str(self.plugins)}
+        self._own = {"HF_HUB_OFFLINE": "1", "DRIFTLESS_PLUGIN_DIR": str(self.plugins)}
+        self._environment = {**kept, **environment, **self._own}
         self.start()
 
     def start(self) -> None:
         self.death = None
         begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *self._arguments],
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = self._begin(log)
         threading.Thread(target=self._watch, args=(self.process, begin), daemon=True).start()
         try:
             until("answer of the server", STARTED, self._answers)
@@ -91,7 +89,16 @@ class Server:
             self.end()
             raise
 
-    def _watch(self, process: subprocess.Popen, begin: int) -> None:
+    def _begin(self, log: IO[str]) -> "subprocess.Popen | Forked":
+        return subprocess.Popen(
+            [sys.executable, *self._arguments],
+            env=self._environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _watch(self, process: "subprocess.Popen | Forked", begin: int) -> None:
         """Ends an engine that says that it is dead, so that all that waits for it learns why at once."""
         while process.poll() is None:
             with self.log.open(errors="replace") as log:
@@ -139,3 +146,46 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+class Forked:
+    """A process that another one has forked, and reaps."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """None while it lives."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return -signal.SIGKILL
+        return None
+
+    def wait(self) -> None:
+        until(f"end of process {self.pid}", MOVED, lambda: self.poll() is not None)
+
+
+class Forks:
+    """A process that has imported SGLang, and forks servers. One of them is there within seconds; a server that is
+    started imports SGLang in each of its processes."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        script = [sys.executable, str(Path(__file__).with_name("fork_sglang.py"))]
+        environment = {**os.environ, **environment}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._process = subprocess.Popen(script, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        # It has said all that it says once it is ready: models that it cannot import.
+        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+        assert self._process.stdout.readline() == "ready\n", "SGLang does not import"
+
+    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> Forked:
+        """A server with these arguments and further environment, in a session of its own."""
+        order = {"arguments": arguments, "environment": environment, "log": str(log)}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return Forked(int(self._process.stdout.readline()))
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,116 +1,30 @@
-"""The plugin in an unmodified SGLang on the CPU, patched by a real follower.
-
-``DRIFTLESS_SGLANG_PYTHONPATH`` names what goes first on the servers' ``PYTHONPATH``: a stand-in for kernels of GPUs.
-"""
+"""The plugin in an unmodified SGLang on the CPU, patched by a real follower."""
 
 import asyncio
-import contextlib
 import json
-import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import driftless_rl
 import pytest
 from conftest import Store, read_checkpoint
-from servers import MOVED, Server, free_port, until
+from servers import MOVED, Forks, free_port, until
+from sglang_engine import STAND_INS, Sglang
 from sglang_models import make, step
 
-STAND_INS = os.environ.get("DRIFTLESS_SGLANG_PYTHONPATH")
 pytestmark = pytest.mark.skipif(not STAND_INS, reason="DRIFTLESS_SGLANG_PYTHONPATH is not set")
-
-class Sglang(Server):
-    """SGLang with a checkpoint, and what it says."""
-
-    def __init__(self, root: Path, checkpoint: Path, ranks: int) -> None:
-        command = "-m sglang.launch_server --device cpu --skip-tokenizer-init --disable-overlap-schedule"
-        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint), "--tp-size", str(ranks)]
-        # It is healthy once it has generated a token for itself: that request fails a load beside it.
-        environment = {"PYTHONPATH": STAND_INS, "SGLANG_USE_CPU_ENGINE": "1"}
-        if ranks > 1:
-            # Otherwise it wants a NUMA node for each, and a GPU for NCCL if there is one.
-            environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"
-            cores = sorted(os.sched_getaffinity(0))
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-        super().__init__(root, [*command.split(), *options], environment)
-
-    def label(self) -> str:
-        return self.call("/model_info")["weight_version"]
-
-    def sums(self) -> list[dict]:
-        """Checksums of every tensor of every rank."""
-        return [rank["checksums"] for rank in self.call("/weights_checker", {"action": "checksum"})["ranks"]]
-
-    def state(self) -> tuple:
-        """Checksums, and what the weights generate."""
-        sums = self.sums()
-        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        # A follower's probe of one token may be under way.
-        until("flush", MOVED, self._flushes)
-        tokens = self.call("/generate", {"input_ids": [1, 2, 3, 4], "sampling_params": sampling})["output_ids"]
-        return sums, tokens
-
-    def _flushes(self) -> bool:
-        try:
-            self.call("/flush_cache", {})
-        except AssertionError:
-            return False
-        return True
-
-    def load(self, checkpoint: Path, label: str) -> None:
-        """A load as SGLang does it without a plugin: nothing is prepared for a label that the weights have."""
-        # Beside a request that has just been answered, a flush of its own would be refused.
-        until("flush", MOVED, self._flushes)
-        request = {"model_path": str(checkpoint), "weight_version": label, "flush_cache": False}
-        self.call("/update_weights_from_disk", request)
-
-    def compare(self, checkpoint: Path, label: str, sample: int | None = None) -> dict:
-        """What the plugin says of the weights and a checkpoint. SGLang says that nothing was updated."""
-        manifest = {"driftless": "compare", "sample": sample}
-        request = {"model_path": str(checkpoint), "weight_version": label, "flush_cache": False, "manifest": manifest}
-        with pytest.raises(AssertionError) as raised:
-            self.call("/update_weights_from_disk", request)
-        _, status, said = raised.value.args[0]
-        assert status == 400
-        said = json.loads(json.loads(said)["message"].removeprefix("driftless: "))
-        assert said["compared"] == label and said["unreached"] == {"count": 0, "first": []}
-        return said["differing"]
-
-    def patched(self) -> int:
-        return self.log.read_text().count('driftless: {"patched":')
-
-    def dropped(self) -> int:
-        """Patches with which the cache went."""
-        return self.log.read_text().count('"cache":"dropped"')
-
-    def paused(self) -> int:
-        return self.log.read_text().count("POST /pause_generation")
-
-    @contextlib.contextmanager
-    def generating(self):
-        """A request runs all the while."""
-        sampling = {"temperature": 0, "max_new_tokens": 7000, "ignore_eos": True}
-        with ThreadPoolExecutor(1) as thread:
-            body = {"input_ids": [1, 2, 3, 4], "sampling_params": sampling}
-            request = thread.submit(self.call, "/generate", body)
-            until("running request", MOVED, lambda: self.call("/v1/loads")["loads"][0]["num_running_reqs"] > 0)
-            yield
-            assert not request.done(), "nothing waited for its end"
-            self.call("/abort_request", {"rid": "", "abort_all": True})
-            assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 class Scene:
     """A run, a server on its base, and a directory of versions beside it. Tests of one model share it."""
 
-    def __init__(self, store: Store, root: Path, kind: str, ranks: int = 1) -> None:
+    def __init__(self, store: Store, root: Path, kind: str, ranks: int = 1, forks: Forks | None = None) -> None:
         self.store, self.base, self.host = store, root / "base", root / "host"
         self.tensors = make(self.base, kind, 1)
-        self.server = Sglang(root, self.base, ranks)
+        self.server = Sglang(root, self.base, ranks, forks)
         self.logs = [self.server.log, root / "follower.log"]
         self.publisher = self.begin(baseline_dir=store.baseline, hf_checkpoint=self.base)
         self.version = self.publisher.version
@@ -182,7 +96,9 @@ def scene(scenes, tmp_path_factory, request):
     """That of the model which a test names. A server takes longer to start than all that is done with it."""
     if request.param not in scenes:
         root = tmp_path_factory.mktemp(request.param)
-        scenes[request.param] = Scene(Store(root), root, request.param)
+        # One of them starts as users start theirs.
+        forks = None if request.param == "tied" else request.getfixturevalue("forks")
+        scenes[request.param] = Scene(Store(root), root, request.param, forks=forks)
     return scenes[request.param]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefgh"]
@@ -45,3 +45,13 @@ def checkpoint(directory: Path) -> str:
     speaker().save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+def digits() -> PreTrainedTokenizerFast:
+    """The tokenizer of ``train --task arithmetic``, a token for each character."""
+    words = ["<pad>", "<bos>", "<eos>", *"0123456789+=", "<unk>"]
+    made = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
