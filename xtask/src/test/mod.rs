@@ -65,7 +65,8 @@ const BUILD: &str = "build";
 
 enum Outcome {
     Passed(Duration),
-    Failed(Duration),
+    /// After so long, and why.
+    Failed(Duration, String),
     Skipped(String),
 }
 
@@ -163,7 +164,7 @@ fn run_lane(lane: &Lane, context: &Context, run: impl Fn(&Context) -> Result<()>
         Err(error) => {
             println!("{}", process::tail(&context.log, 60));
             println!("{:8} FAILED: {error}", lane.name);
-            Outcome::Failed(start.elapsed())
+            Outcome::Failed(start.elapsed(), error.to_string())
         }
     }
 }
@@ -179,7 +180,7 @@ fn summarise(report: &[(&Lane, Outcome)], all: bool, whole: Duration) -> Result<
                 passed += 1;
                 (format!("{:.0} s", time.as_secs_f64()), "ok".to_owned())
             }
-            Outcome::Failed(time) => {
+            Outcome::Failed(time, _) => {
                 failed += 1;
                 let log = format!("FAILED, see target/lanes/{}.log", lane.name);
                 (format!("{:.0} s", time.as_secs_f64()), log)
@@ -191,9 +192,11 @@ fn summarise(report: &[(&Lane, Outcome)], all: bool, whole: Duration) -> Result<
         };
         println!("{:8} {time:>6}  {before:>8}  {result}", lane.name);
     }
-    for (lane, _) in report.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Failed(_))) {
-        println!("\n{} failed:", lane.name);
-        process::failures(&log(lane.name), 25).iter().for_each(|line| println!("  {line}"));
+    for (lane, outcome) in report {
+        if let Outcome::Failed(_, why) = outcome {
+            println!("\n{} failed: {why}", lane.name);
+            process::failures(&log(lane.name), 25).iter().for_each(|line| println!("  {line}"));
+        }
     }
     println!("\nlanes: {passed} passed, {failed} failed, {skipped} skipped, {} s in all", whole.as_secs());
     let bad = if all { failed + skipped } else { failed };
