@@ -266,6 +266,7 @@ def test_the_hooks_of_a_release_are_found(release, monkeypatch, caplog):
     before = {name for name, kind in kinds.items() if kind == "before"}
     # The process of the HTTP server, which has loaded its part of SGLang.
     assert kinds.pop("TokenizerManager.update_weights_from_disk") == "around"
+    assert kinds.pop("TokenizerManager._wait_for_model_update_from_disk") == "around"
     assert kinds.pop("TokenizerManager.__init__") == "after"
     # The scheduler's, which takes the label and carries out comparisons, and the one that loads.
     [_, around] = sorted((name for name, kind in kinds.items() if kind == "around"), key=lambda name: "Scheduler" not in name)
@@ -298,7 +299,9 @@ def test_an_unknown_release_is_left_as_it_is(change, why, monkeypatch, caplog):
     assert why in caplog.text and "weights are loaded as without the plugin" in caplog.text
 
 
-@pytest.mark.parametrize("change", ["update_weights_from_disk", "__init__", "manifest"])
+@pytest.mark.parametrize(
+    "change", ["update_weights_from_disk", "_wait_for_model_update_from_disk", "__init__", "manifest"]
+)
 def test_a_server_process_that_is_not_known_has_engines_paused(change, monkeypatch, caplog):
     functions = {name: taken for name, taken in RELEASES["0.5.23"].items() if not name.endswith(f"TokenizerManager.{change}")}
     registered = fake_sglang(monkeypatch, functions)
@@ -336,6 +339,28 @@ def test_an_update_is_handed_on_without_a_pause_where_it_asks_for_that(monkeypat
         manager.updated.clear()
         asyncio.run(_hooks._handed_on(Manager.update, manager, obj, None))
         assert (manager.updated, manager.is_pause) == ([paused], False)
+
+
+def test_updates_are_handed_on_one_by_one():
+    manager, under_way = Manager(), 0
+
+    async def hand_on(manager, obj):
+        nonlocal under_way
+        under_way += 1
+        assert under_way == 1
+        await asyncio.sleep(0)
+        under_way -= 1
+        if obj == "fails":
+            raise ValueError(obj)
+        return obj
+
+    async def several():
+        orders = ["a", "fails", "b", "c"]
+        handed = (_hooks._one_by_one(hand_on, manager, obj) for obj in orders)
+        return await asyncio.gather(*handed, return_exceptions=True)
+
+    first, failed, *others = asyncio.run(several())
+    assert (first, others) == ("a", ["b", "c"]) and isinstance(failed, ValueError)
 
 
 def test_a_server_that_hands_on_says_so(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import driftless_rl
@@ -291,6 +292,25 @@ def test_comparison_names_what_somebody_else_loaded(scene, tmp_path):
             assert found["count"] > 5 and set(found["first"]) <= scene.tensors.keys()
         server.load(host, label)
         assert server.compare(host, label)["count"] == 0
+
+
+@pytest.mark.parametrize("scene", ["untied"], indirect=True)
+def test_updates_that_meet_are_answered_one_by_one(scene, tmp_path):
+    """SGLang alone ends when the plugin's request meets another one: it keeps one answer."""
+    server, host = scene.server, tmp_path / "host"
+    with driftless_rl.Follower(scene.store.url, "run", host, hf_checkpoint=scene.base) as follower:
+        follower.advance()
+    label = scene.label()
+    with ThreadPoolExecutor(12) as threads:
+        server.call("/pause_generation", {"mode": "retract"})
+        load = {"model_path": str(host), "weight_version": label, "flush_cache": False}
+        loads = [threads.submit(server.call, "/update_weights_from_disk", load) for _ in range(4)]
+        compared = [threads.submit(server.compare, host, label) for _ in range(8)]
+        assert all(load.result()["success"] for load in loads)
+        assert {found.result()["count"] for found in compared[1:]} <= {0, len(scene.tensors)}
+        server.call("/continue_generation", {})
+    server.load(host, label)
+    assert server.compare(host, label)["count"] == 0
 
 
 def told(server: Sglang) -> list[tuple]:

@@ -1,5 +1,6 @@
 """Where the plugin hangs in SGLang: inner names, looked up and compared before anything is hooked."""
 
+import asyncio
 import inspect
 import logging
 import multiprocessing
@@ -42,6 +43,7 @@ _SERVER = "sglang.srt.managers.tokenizer_manager"
 _TOKENIZER = f"{_SERVER}.TokenizerManager"
 _HAND_ON = ((f"{_TOKENIZER}.update_weights_from_disk",), ("self", "obj"))
 _MAKE = ((f"{_TOKENIZER}.__init__",), ("self", "server_args"))
+_WAIT = ((f"{_TOKENIZER}._wait_for_model_update_from_disk",), ("self", "obj"))
 _UPDATE = "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput"
 _UPDATED = "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput"
 
@@ -86,9 +88,10 @@ def register() -> None:
 
 def _register_server(registry, types) -> None:
     """Hooks into the process of the HTTP server; where it is not known, engines are paused for patches."""
-    (hand_on, _), (make, _) = find(*_HAND_ON), find(*_MAKE)
-    if hand_on and make and _carries_manifest():
+    (hand_on, _), (make, _), (wait, _) = find(*_HAND_ON), find(*_MAKE), find(*_WAIT)
+    if hand_on and make and wait and _carries_manifest():
         registry.register(hand_on, _handed_on, types.AROUND)
+        registry.register(wait, _one_by_one, types.AROUND)
         registry.register(make, _made, types.AFTER)
 
 
@@ -140,6 +143,14 @@ def _handed_on(original, manager, obj, *args, **kwargs):
     # Its file may have been removed since.
     _announce(manager)
     return original(_Paused(manager) if _asks(obj) in ("patch", "compare") else manager, obj, *args, **kwargs)
+
+
+async def _one_by_one(original, manager, *args, **kwargs):
+    """Hands an update on once the one before is answered. SGLang keeps one answer, and ends by a second one. Its own lock
+    against that is passed by requests of the plugin, and by all of them while the engine is paused."""
+    lock = vars(manager).setdefault("_driftless_update", asyncio.Lock())
+    async with lock:
+        return await original(manager, *args, **kwargs)
 
 
 def _loaded(result, runner, *args, **kwargs) -> None:
