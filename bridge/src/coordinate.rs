@@ -239,7 +239,7 @@ async fn order<'a>(
 ) -> Result<(Call<'a>, Reply)> {
     loop {
         let deadline = end.saturating_duration_since(Instant::now());
-        let call = Call { method: "POST", path, level: Level::Normal, body, deadline };
+        let call = Call::post(path, Level::Normal, body, deadline);
         let reply = host.send(call).await?;
         let busy = reply.status == 409 && String::from_utf8_lossy(&reply.body).contains("\"busy\"");
         match reply.status {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use driftless_http::client_builder;
 use driftless_store::redact;
 use driftless_transport::activate::Limit;
-use reqwest::header::AUTHORIZATION;
+use reqwest::header::{AUTHORIZATION, CONNECTION};
 use reqwest::{Method, Url};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -41,15 +41,23 @@ pub(crate) struct Call<'a> {
     pub(crate) level: Level,
     pub(crate) body: Option<&'a Value>,
     pub(crate) deadline: Duration,
+    /// Whether its connection ends behind the reply.
+    closes: bool,
 }
 
 impl<'a> Call<'a> {
     pub(crate) fn get(path: &'a str, level: Level, deadline: Duration) -> Self {
-        Self { method: "GET", path, level, body: None, deadline }
+        Self { method: "GET", path, level, body: None, deadline, closes: false }
     }
 
     pub(crate) fn post(path: &'a str, level: Level, body: Option<&'a Value>, deadline: Duration) -> Self {
-        Self { method: "POST", path, level, body, deadline }
+        Self { method: "POST", path, level, body, deadline, closes: false }
+    }
+
+    /// The call on a connection of its own. Behind a reply that an exception makes, uvicorn closes the connection without
+    /// saying so; the next call on it would be lost.
+    pub(crate) fn closing(self) -> Self {
+        Self { closes: true, ..self }
     }
 }
 
@@ -216,6 +224,9 @@ impl Connection {
         if let Some(key) = key {
             request = request.header(AUTHORIZATION, key.clone());
         }
+        if call.closes {
+            request = request.header(CONNECTION, "close");
+        }
         if let Some(body) = call.body {
             request = request.json(body);
         }
@@ -270,6 +281,9 @@ pub(crate) fn excerpt(body: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead as _, BufReader, Write as _};
+    use std::net::TcpListener;
+
     use super::*;
 
     #[test]
@@ -289,6 +303,36 @@ mod tests {
             let error = engine(secret).unwrap_err().to_string();
             assert!(!error.contains("hid") && !error.contains("den"), "{error}");
         }
+    }
+
+    /// Answers the first request of each connection with 500, and closes at the next one, as a server does that has closed
+    /// meanwhile.
+    fn one_request_a_connection(listener: &TcpListener) -> std::io::Result<()> {
+        for connection in listener.incoming() {
+            let mut connection = connection?;
+            let mut lines = BufReader::new(connection.try_clone()?).lines();
+            while !lines.next().transpose()?.unwrap_or_default().is_empty() {}
+            connection.write_all(b"HTTP/1.1 500 X\r\ncontent-length: 0\r\n\r\n")?;
+            std::thread::spawn(move || drop((lines.next(), connection)));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn call_on_its_own_connection_leaves_none_for_the_next() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        std::thread::spawn(move || one_request_a_connection(&listener));
+        let minute = Duration::from_secs(60);
+        let engine = Connection::new(&address, Keys::default(), minute, 9).unwrap();
+        let call = Call::post("/x", Level::Normal, None, minute);
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let mut send = |call: Call<'_>| runtime.block_on(engine.send(call)).map(|reply| reply.status);
+        for _ in 0..3 {
+            assert_eq!(send(call.closing()).unwrap(), 500);
+        }
+        assert_eq!(send(call).unwrap(), 500);
+        assert!(matches!(send(call), Err(Error::Unreachable { .. })), "the server does close");
     }
 
     #[test]

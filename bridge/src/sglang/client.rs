@@ -313,8 +313,11 @@ impl Client {
     /// A call that is none of the above, for the conformance suite's malformed ones: the status and the body.
     #[cfg(feature = "conformance")]
     pub(crate) async fn raw(&self, method: &str, path: &str, body: &Value) -> Result<(u16, Value)> {
-        let body = (method == "POST").then_some(body);
-        let call = Call { method, path, level: Level::Control, body, deadline: self.deadlines.control };
+        let (level, deadline) = (Level::Control, self.deadlines.control);
+        let call = match method {
+            "POST" => Call::post(path, level, Some(body), deadline),
+            _ => Call::get(path, level, deadline),
+        };
         let reply = self.connection.send(call).await?;
         let value =
             serde_json::from_slice(&reply.body).unwrap_or_else(|_| Value::String(excerpt(&reply.body)));

@@ -289,6 +289,6 @@ impl Client {
     }
 
     fn post<'a>(&self, path: &'a str, body: Option<&'a Value>, deadline: Duration) -> Call<'a> {
-        Call::post(path, Level::Control, body, deadline)
+        Call::post(path, Level::Control, body, deadline).closing()
     }
 }
