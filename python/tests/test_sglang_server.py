@@ -247,7 +247,7 @@ def test_family_that_no_table_knows_is_patched_and_compared(scene, follow, tmp_p
     """By the plugin's own map, since nobody here knows its checksums."""
     lines = tmp_path / "lines"
     with lines.open("w") as shown:
-        follow("--plugin", "require", "--compare", "require", stdout=shown)
+        follow("--plugin", "require", "--compare", "require", "--engine-sample-ms", "100", stdout=shown)
     scene.serves(scene.label())
     assert scene.server.patched() == 0
     for count in range(1, 4):
@@ -259,6 +259,11 @@ def test_family_that_no_table_knows_is_patched_and_compared(scene, follow, tmp_p
     first, *others = lines.read_text().splitlines()
     assert ", loaded in " in first and all(", patched in " in line for line in others)
     assert "not compared" not in lines.read_text()
+    # Somebody else has it load other weights, and the label stays. They are found, and loaded over.
+    scene.server.call("/update_weights_from_disk", {"model_path": str(scene.base), "flush_cache": False})
+    assert scene.server.label() == scene.label()
+    until("foreign weights", MOVED, lambda: scene.server.compare(scene.host, scene.label())["count"] == 0)
+    scene.assert_as_loaded()
 
 
 @pytest.mark.parametrize("scene", ["untied", "moe"], indirect=True)

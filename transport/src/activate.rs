@@ -109,6 +109,18 @@ pub trait Activate: Send {
     /// again.
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError>;
 
+    /// How the weights of an engine that reports the label of `target` differ from it: another program may have written
+    /// them since. A sample is compared while the engine generates, another one for each `turn`. `None` if it is equal, or
+    /// if nothing can compare it.
+    ///
+    /// # Errors
+    ///
+    /// Whatever keeps the engine from answering.
+    fn sample(&mut self, target: &Target<'_>, turn: u64) -> Result<Option<String>, BoxError> {
+        let _ = (target, turn);
+        Ok(None)
+    }
+
     /// Whether an activation waits by itself ([`Checkpoint::wait`]) for the bytes of the checkpoint, and for
     /// an engine to load them; meanwhile it may patch the engine.
     fn waits(&self) -> bool {

@@ -35,7 +35,7 @@ pub use self::plugin::PluginOptions;
 use self::patch::Ran;
 use self::pause::{Ask, Pause, partial, relabel};
 use crate::engine::{
-    Attached, Check, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload, Sums,
+    Attached, Check, ClientOptions, Comparison, Engine, Expected, Identity, Label, PauseMode, Reload, Sums,
     check_tensors, check_tied,
 };
 use crate::error::{Error, Result};
@@ -80,6 +80,8 @@ pub struct DiskActivator {
     unproved: u32,
     /// What was compared then.
     whole: Option<Compared>,
+    /// Whether another program was found to have written its weights since.
+    is_foreign: bool,
     pause: Pause,
 }
 
@@ -118,7 +120,8 @@ impl DiskActivator {
             sweep(&plugin.dir);
         }
         let (identity, activated, whole, pause) = (None, None, None, Pause::default());
-        Ok(Self { runtime, engine, options, identity, activated, unproved: 0, whole, pause })
+        let (unproved, is_foreign) = (0, false);
+        Ok(Self { runtime, engine, options, identity, activated, unproved, whole, is_foreign, pause })
     }
 }
 
@@ -144,7 +147,7 @@ impl Activate for DiskActivator {
         }
         let (engine, options, pause) = (self.engine.limited(target.limit), &self.options, &mut self.pause);
         let (known, activated, unproved) = (self.identity.take(), self.activated.take(), self.unproved);
-        let whole = self.whole.take();
+        let (whole, is_foreign) = (self.whole.take(), self.is_foreign);
         let (identity, paused_for, whole, done) = wait(&self.runtime, async move {
             let serving = pause.look(&*engine).await?;
             // Of another process nothing is known.
@@ -155,6 +158,7 @@ impl Activate for DiskActivator {
             let proof = match &options.plugin {
                 // Weights that may be anything are no base.
                 Some(_) if serving.is_none() => Proof::load("its weights were not known"),
+                Some(_) if is_foreign => Proof::load("another program wrote its weights"),
                 Some(plugin) => {
                     let is_covered =
                         plan.compare == Compare::Auto || whole.as_ref().is_some_and(Compared::is_any);
@@ -175,7 +179,34 @@ impl Activate for DiskActivator {
         let compared = self.note(whole, done.whole);
         self.identity = Some(identity);
         self.activated = Some(target.label.to_owned());
+        self.is_foreign = false;
         Ok(Activated::default().with_pause(paused_for).with_how(done.how).with_compared(compared))
+    }
+
+    fn sample(&mut self, target: &Target<'_>, turn: u64) -> Result<Option<String>, BoxError> {
+        let Some(plugin) = &self.options.plugin else { return Ok(None) };
+        let (engine, options) = (self.engine.limited(target.limit), &self.options);
+        let (known, activated) = (self.identity.clone(), self.activated.clone());
+        let (identity, found) = wait(&self.runtime, async move {
+            let identity = attach(engine.clone(), options.base.as_deref(), target, known, activated).await?;
+            let found = {
+                let plan = plan(engine.url(), &identity, options, target)?;
+                plugin::compare(&*engine, &plan, plugin, Some(turn)).await?
+            };
+            Ok::<_, Error>((identity, found))
+        })?;
+        (self.identity, self.activated) = (Some(identity), Some(target.label.to_owned()));
+        match found {
+            Comparison::Compared(found) if found.differing.count > 0 => {
+                self.is_foreign = true;
+                Ok(Some(format!("{} tensors are others: {}", found.differing.count, found.differing)))
+            }
+            Comparison::Compared(_) => Ok(None),
+            Comparison::Cannot { why } => {
+                tracing::debug!(engine = self.engine.url(), why, "no sample of its weights");
+                Ok(None)
+            }
+        }
     }
 
     fn is_paused(&self) -> bool {

@@ -1,6 +1,7 @@
 //! What is compared of live weights, by what, and what an activation says of it.
 
 use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use driftless_bridge::Error;
@@ -22,9 +23,7 @@ impl Scene {
         let fake = Fake::start(&if odd { odd_checkpoint(&first, 1) } else { checkpoint(&first, 1, 4) });
         let (next, manifest) = if odd { odd_version(dir.path()) } else { version(dir.path()) };
         let plugins = plugins_in(dir.path());
-        let options = DiskOptions::default().with_client(patient()).with_pause(PauseMode::Retract);
-        let options = options.with_plugin(PluginOptions::new(&plugins)).with_compare(compare);
-        let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
+        let activator = activator(&fake, &plugins, compare);
         fake.engine().truths.insert(manifest.label(), next.dir().into());
         let engine = WithPlugin { port: fake.address.port(), engine: fake, plugins };
         let scene = Self::of(engine, activator, (next, manifest), dir);
@@ -63,6 +62,12 @@ impl Scene {
     fn is_asked_for_checksums(&self) -> bool {
         self.engine.engine().keys.iter().any(|(path, _)| path == "/weights_checker")
     }
+}
+
+fn activator(fake: &Fake, plugins: &Path, compare: Compare) -> DiskActivator {
+    let options = DiskOptions::default().with_client(patient()).with_pause(PauseMode::Retract);
+    let options = options.with_plugin(PluginOptions::new(plugins)).with_compare(compare);
+    DiskActivator::new(&fake.address.to_string(), options).unwrap()
 }
 
 fn loads() -> Fault {
@@ -183,6 +188,33 @@ fn first_patch_is_compared_as_a_whole_where_required() {
         assert_eq!((done.how, done.compared), (Some(How::Patched), Some(expected)));
         scene.serves();
     }
+}
+
+#[test]
+fn weights_that_another_program_wrote_are_loaded_over() {
+    let mut scene = Scene::comparing(true, Compare::Auto);
+    scene.answers_each([loads(), scene.compared(0)]);
+    scene.done().unwrap();
+    scene.answers_each([scene.compared(0)]);
+    assert_eq!(scene.sample(0), None);
+    // The second time a follower finds it when it begins.
+    for begins in [false, true] {
+        if begins {
+            scene.activator = activator(&scene.engine, &scene.engine.plugins, Compare::Auto);
+        }
+        scene.answers_each([scene.compared(2)]);
+        assert_eq!(scene.sample(1).unwrap(), "2 tensors are others: w and 1 more");
+        // A delta to the version is there too; these weights are no base for it.
+        let label = scene.label.clone();
+        scene.offers(&label);
+        scene.speaks(Some(&label));
+        scene.answers_each([loads(), scene.compared(0)]);
+        let why = Some("another program wrote its weights".to_owned());
+        assert_eq!(scene.done().unwrap().how, Some(How::Loaded { why }));
+        scene.serves();
+    }
+    scene.is_silent();
+    assert_eq!(scene.sample(2), None, "nothing can tell");
 }
 
 #[test]

@@ -88,6 +88,14 @@ impl<E: Engines, A: Activate> Scene<E, A> {
         done.map_err(|error| *error.downcast::<Error>().unwrap())
     }
 
+    /// How the engine's weights differ from the version's in a sample.
+    pub(crate) fn sample(&mut self, turn: u64) -> Option<String> {
+        let (checkpoint, manifest, limit) =
+            (&self.next, &self.manifest, &Limit::within(Duration::from_secs(60)));
+        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
+        self.activator.sample(&target, turn).unwrap()
+    }
+
     pub(crate) fn fails(&mut self) -> Error {
         self.activate().unwrap_err()
     }

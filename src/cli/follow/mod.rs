@@ -145,6 +145,10 @@ pub(crate) struct Args {
     /// brought to the engines at once.
     #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     engine_poll_ms: u64,
+    /// Milliseconds between two samples of each engine's weights, which its plugin takes while it generates; 0 for none.
+    /// They find what another program wrote, and that is loaded over.
+    #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u64).range(..=24 * 60 * 60 * 1000))]
+    engine_sample_ms: u64,
     /// GiB of the checkpoint to read in an hour, in the background, and to compare with its digests; 0 for
     /// none. A damaged checkpoint is rebuilt from the store, and engines load it again.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
@@ -251,6 +255,7 @@ fn follower(args: &Args, store: Arc<Count>) -> Result<Follower> {
     options.coordinated = args.coordinated;
     options.poll = Duration::from_millis(args.poll_ms);
     options.engine_poll = Duration::from_millis(args.engine_poll_ms);
+    options.sample_poll = Duration::from_millis(args.engine_sample_ms);
     // An engine that was started again should not wait long for its weights.
     options.backoff_max = options.poll.max(Duration::from_secs(2));
     options.scrub_bytes_per_hour = args.scrub_gib_per_hour << 30;

@@ -8,13 +8,16 @@ use driftless_store::os::crash_point;
 use driftless_store::wait::backoff;
 
 use super::watch::is_told;
-use super::worker::{Answer, Job, Worker};
+use super::worker::{Answer, Job, Order, Worker};
 use super::{Core, Follower, millis};
 use crate::activate::{Activate, Activated, Limit};
 use crate::error::{Error, Result};
 
 /// What an engine is asked first, as errors name it.
 pub(super) const POLL: &str = "report its version";
+
+/// How its weights are looked at, as errors name it.
+pub(super) const SAMPLE: &str = "compare a sample of its weights";
 
 /// What the status says of an engine that has the version and does not generate.
 const PAUSED: &str = "it is paused, and not by this follower: send it POST /continue_generation";
@@ -28,15 +31,19 @@ pub(super) struct Slot {
     /// How often in a row it did not take the version although it was there, and when that is tried again.
     refusals: u32,
     pub(super) load_at: Instant,
-    /// What it loaded may have been damaged.
+    /// What it loaded may have been damaged, or another program wrote it.
     pub(super) reload: bool,
+    /// Samples that were compared, and when the next one is.
+    sampled: u64,
+    sample_at: Instant,
 }
 
 impl Slot {
     pub(super) fn new(engine: Box<dyn Activate>) -> Result<Self> {
         let now = Instant::now();
         let worker = Worker::start(engine)?;
-        Ok(Self { worker, failures: 0, poll_at: now, refusals: 0, load_at: now, reload: false })
+        let (failures, refusals, sampled, reload) = (0, 0, 0, false);
+        Ok(Self { worker, failures, poll_at: now, refusals, load_at: now, reload, sampled, sample_at: now })
     }
 }
 
@@ -55,7 +62,9 @@ impl Follower {
 
         let chosen: Vec<bool> = engines.iter().map(|slot| is_due(slot.poll_at)).collect();
         let limit = Limit::new(options.serving_deadline, stop.clone());
-        let served = ask_all(engines, &chosen, POLL, &limit, options.leave_deadline, || Job::Serving);
+        let served = ask_all(engines, &chosen, POLL, &limit, options.leave_deadline, |_| Job::Serving);
+        let order = Order { checkpoint: checkpoint.clone(), manifest, limit };
+        self.sample(engines, &served, &order);
         let stale = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
             let reload = slot.reload && matches!(served, Some(Ok(_)));
             ordered && (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
@@ -65,13 +74,13 @@ impl Follower {
             crash_point("follow.activate")?;
         }
         self.note_paused(engines, |index| stale[index]);
-        let limit = Limit::new(options.activate_deadline, stop);
+        let order = Order { limit: Limit::new(options.activate_deadline, stop), ..order };
+        let limit = &order.limit;
         if engines.iter().zip(&stale).any(|(slot, stale)| *stale && !slot.worker.waits()) {
             checkpoint.wait(limit.left())?;
         }
-        let activated = ask_all(engines, &stale, "activate", &limit, options.leave_deadline, || {
-            Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
-        });
+        let leave = options.leave_deadline;
+        let activated = ask_all(engines, &stale, "activate", limit, leave, |_| Job::Activate(order.clone()));
         if ordered {
             checkpoint.want();
         }
@@ -95,6 +104,43 @@ impl Follower {
         first_failure.map_or(Ok(()), Err)
     }
 
+    /// Compares a sample of the weights of each engine that says that it serves the version, where it is time for one.
+    /// Those that another program has written are loaded again.
+    fn sample(&self, engines: &mut [Slot], served: &[Option<Result<Answer>>], order: &Order) {
+        let (options, now) = (self.options(), Instant::now());
+        if options.sample_poll.is_zero() || order.checkpoint.is_written() != Some(true) {
+            return;
+        }
+        let label = order.manifest.label();
+        let is_due = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
+            let serves =
+                matches!(served, Some(Ok(Answer::Serving(serving))) if serving.as_ref() == Some(&label));
+            serves && !slot.reload && !slot.worker.is_paused() && slot.sample_at <= now
+        };
+        let due: Vec<bool> = engines.iter().zip(served).map(is_due).collect();
+        let job = |slot: &Slot| Job::Sample(order.clone(), slot.sampled);
+        let found = ask_all(engines, &due, SAMPLE, &order.limit, options.leave_deadline, job);
+        for (slot, found) in engines.iter_mut().zip(found) {
+            let Some(found) = found else { continue };
+            slot.sample_at = now + options.sample_poll;
+            let engine = slot.worker.name();
+            match found {
+                Ok(Answer::Sampled(Some(differs))) => {
+                    tracing::warn!(
+                        engine,
+                        label,
+                        differs,
+                        "another program wrote its weights; it is brought back"
+                    );
+                    self.counters_mut().foreign_write(engine);
+                    slot.reload = true;
+                }
+                Ok(_) => slot.sampled += 1,
+                Err(error) => tracing::debug!(engine, label, error = chain_text(&error), "no sample"),
+            }
+        }
+    }
+
     /// Notes which engines may be paused: those of which an activation begins or has not answered yet, and
     /// those that were paused.
     fn note_paused(&self, engines: &mut [Slot], begins: impl Fn(usize) -> bool) {
@@ -113,7 +159,7 @@ impl Follower {
         let paused = slot.worker.is_paused();
         slot.reload &= !matches!(outcome, Ok(Answer::Activated(_)));
         let counted = match &outcome {
-            Ok(Answer::Serving(_)) => Ok(None),
+            Ok(Answer::Serving(_) | Answer::Sampled(_)) => Ok(None),
             Ok(Answer::Activated(activated)) => Ok(Some(activated)),
             Err(_) => Err(()),
         };
@@ -160,7 +206,13 @@ impl Follower {
             Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {
                 slot.failures = 0;
             }
-            Ok(_) => (slot.failures, slot.refusals) = (0, 0),
+            Ok(answer) => {
+                (slot.failures, slot.refusals) = (0, 0);
+                if matches!(answer, Answer::Activated(_)) {
+                    // What it loads is compared then, and what is patched is a change of what was.
+                    slot.sample_at = now + options.sample_poll;
+                }
+            }
         }
     }
 }
@@ -183,12 +235,15 @@ fn ask_all(
     action: &'static str,
     limit: &Limit,
     leave: Duration,
-    job: impl Fn() -> Job,
+    job: impl Fn(&Slot) -> Job,
 ) -> Vec<Option<Result<Answer>>> {
     let asked: Vec<Option<Result<()>>> = engines
         .iter_mut()
         .zip(chosen)
-        .map(|(slot, chosen)| chosen.then(|| slot.worker.ask(action, job())))
+        .map(|(slot, chosen)| {
+            let job = chosen.then(|| job(slot))?;
+            Some(slot.worker.ask(action, job))
+        })
         .collect();
     engines
         .iter_mut()

@@ -31,6 +31,7 @@ struct Engine {
     activations: u64,
     patches: u64,
     failures: u64,
+    foreign_writes: u64,
     paused: Duration,
     last_pause: Duration,
 }
@@ -62,6 +63,11 @@ impl Counters {
     /// Notes whether the store has a version that is not on disk.
     pub(super) fn compared(&mut self, status: &Status, now: Instant) {
         self.behind = (lag(status) > 0).then(|| self.behind.unwrap_or(now));
+    }
+
+    /// Notes that another program wrote an engine's weights.
+    pub(super) fn foreign_write(&mut self, engine: &str) {
+        self.engines.entry(engine.to_owned()).or_default().foreign_writes += 1;
     }
 
     /// Notes what an engine came to, and what was done if it was activated.
@@ -192,6 +198,8 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     each("engine_compared", "gauge", help, &|engine| {
         f64::from(u8::from(engine.compared.as_ref().is_some_and(Compared::is_any)))
     });
+    let help = "Times that another program was found to have written the engine's weights.";
+    each("foreign_writes_total", "counter", help, &|engine| counted(&engine.url).foreign_writes as f64);
     each("activation_failures_total", "counter", "Failures of the engine.", &|engine| {
         counted(&engine.url).failures as f64
     });
@@ -333,6 +341,7 @@ mod tests {
         counters.scrubbed(500);
         counters.scrubbed(30);
         counters.scrub_mismatch();
+        counters.foreign_write("http://a");
         let status = status(Some(6), Some(4), &["http://a", "b\\\n"]);
         counters.compared(&status, later(4));
         counters.compared(&status, later(5));
@@ -363,6 +372,7 @@ mod tests {
         assert_eq!(value(&page, "store_requests_total", &[("operation", "get")]), Some(3.0));
         assert_eq!(value(&page, "activations_total", &a), Some(2.0));
         assert_eq!(value(&page, "patches_total", &a), Some(1.0));
+        assert_eq!(value(&page, "foreign_writes_total", &a), Some(1.0));
         assert_eq!(value(&page, "engine_compared", &a), Some(1.0));
         assert_eq!(value(&page, "engine_compared", &[("engine", "b\\\n")]), Some(0.0));
         assert_eq!(value(&page, "pause_seconds_total", &a), Some(0.05));

@@ -46,6 +46,9 @@ pub struct FollowerOptions {
     /// Time between two looks at the engines, which tell that one was restarted or paused. A version that was
     /// prepared brings one at once.
     pub engine_poll: Duration,
+    /// Time between two samples of the weights of an engine that serves the version, which tell that another program
+    /// wrote them; zero for none. The first is compared when the engine is first seen to serve it.
+    pub sample_poll: Duration,
     /// Longest time between two renewals of the lease, which keeps what this follower needs from being
     /// collected.
     pub renew: Duration,
@@ -76,8 +79,8 @@ pub struct FollowerOptions {
 }
 
 impl FollowerOptions {
-    /// Options for the model `policy` of `run`. Polls of the store and looks at the engines come every 500 ms,
-    /// renewals of the lease every minute.
+    /// Options for the model `policy` of `run`. Polls of the store and looks at the engines come every 500 ms, samples
+    /// of their weights every 30 s, renewals of the lease every minute.
     /// Retries back off to 30 s, or to 5 minutes at an engine that refuses. An engine has 10 s to report its
     /// version, 10 minutes to activate one, and 15 s to end that. 64 GiB are scrubbed in an hour.
     #[must_use]
@@ -92,6 +95,7 @@ impl FollowerOptions {
             coordinated: false,
             poll: Duration::from_millis(500),
             engine_poll: Duration::from_millis(500),
+            sample_poll: Duration::from_secs(30),
             renew: Duration::from_secs(60),
             backoff_max: Duration::from_secs(30),
             refusal_backoff_max: Duration::from_secs(300),

@@ -15,16 +15,35 @@ use crate::manifest::Manifest;
 /// How often a limit is checked while an engine is waited for: it may become shorter.
 const TICK: Duration = Duration::from_millis(50);
 
+/// The version that an engine is to have, and how long it may take to answer.
+#[derive(Clone)]
+pub(super) struct Order {
+    pub(super) checkpoint: Arc<Checkpoint>,
+    pub(super) manifest: Arc<Manifest>,
+    pub(super) limit: Limit,
+}
+
+impl Order {
+    fn given<T>(&self, to: impl FnOnce(&Target<'_>) -> T) -> T {
+        let Self { checkpoint, manifest, limit } = self;
+        let (checkpoint, label) = (&**checkpoint, manifest.label());
+        to(&Target { checkpoint, weights: checkpoint, label: &label, manifest, limit })
+    }
+}
+
 /// What an engine is asked.
 pub(super) enum Job {
     Serving,
-    Activate { checkpoint: Arc<Checkpoint>, manifest: Arc<Manifest>, limit: Limit },
+    Activate(Order),
+    /// A sample of this number.
+    Sample(Order, u64),
 }
 
 /// What it answered.
 pub(super) enum Answer {
     Serving(Option<String>),
     Activated(Activated),
+    Sampled(Option<String>),
 }
 
 struct Reply {
@@ -142,11 +161,11 @@ impl Worker {
 fn perform(engine: &mut dyn Activate, job: Job) -> Reply {
     let (action, answer) = match job {
         Job::Serving => (super::engines::POLL, engine.serving().map(Answer::Serving)),
-        Job::Activate { checkpoint, manifest, limit } => {
-            let label = manifest.label();
-            let (checkpoint, weights) = (&*checkpoint, &*checkpoint);
-            let target = Target { checkpoint, weights, label: &label, manifest: &manifest, limit: &limit };
-            ("activate", engine.activate(&target).map(Answer::Activated))
+        Job::Activate(order) => {
+            ("activate", order.given(|target| engine.activate(target).map(Answer::Activated)))
+        }
+        Job::Sample(order, turn) => {
+            (super::engines::SAMPLE, order.given(|target| engine.sample(target, turn).map(Answer::Sampled)))
         }
     };
     Reply { action, answer, paused: engine.is_paused() }

@@ -35,6 +35,9 @@ pub(crate) struct EngineState {
     pub(crate) paused: bool,
     pub(crate) looks: usize,
     pub(crate) tries: usize,
+    /// Samples that were asked for, and how the weights differ in one.
+    pub(crate) samples: Vec<u64>,
+    pub(crate) foreign: Option<String>,
 }
 
 struct Fake {
@@ -85,6 +88,13 @@ impl Activate for Fake {
         let compared = Compared::Not { why: "a fake".into() };
         let done = Activated::default().with_pause(Duration::from_millis(7)).with_compared(compared);
         Ok(done.with_how(How::Loaded { why: None }))
+    }
+
+    fn sample(&mut self, target: &Target<'_>, turn: u64) -> Result<Option<String>, BoxError> {
+        let mut state = self.engine.0.lock().unwrap();
+        assert_eq!(state.serving.as_deref(), Some(target.label));
+        state.samples.push(turn);
+        if state.unreachable { Err("connection refused".into()) } else { Ok(state.foreign.take()) }
     }
 
     fn is_paused(&self) -> bool {

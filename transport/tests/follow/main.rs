@@ -3,6 +3,7 @@
 
 mod damage;
 mod engine;
+mod foreign;
 mod http;
 mod told;
 
