@@ -5,7 +5,8 @@ use crate::error;
 use crate::tensor::dtype_named;
 use driftless::bridge::engine::torch_name;
 use driftless::bridge::live::{
-    self, Cache, Layout, LiveCopy, LivePatch, LiveTensor, PatchRefused, PluginReply, Rank, Strides, Vote,
+    self, Cache, Layout, LiveCopy, LivePatch, LiveTable, LiveTensor, PatchRefused, PluginReply, Rank,
+    Strides, Vote,
 };
 use driftless::store::chain_text;
 use driftless::transport::Checkpoint;
@@ -17,8 +18,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// A copy of a tensor's view into a live tensor: the tensor's index, the live one's index, the sizes of both
-/// views, and of each its offset and strides, in elements.
-type Copy = (usize, usize, Vec<u64>, (u64, Vec<u64>), (u64, Vec<u64>));
+/// views, of each its offset and strides, in elements, and the table that its elements go through.
+type Copy = (usize, usize, Vec<u64>, (u64, Vec<u64>), (u64, Vec<u64>), Option<usize>);
 
 /// See the stub.
 #[pyfunction]
@@ -71,7 +72,7 @@ pub(crate) struct LiveModel {
     model: live::LiveModel,
     /// Where each parameter is held, and its address.
     slots: Vec<(Py<PyDict>, Py<PyString>, usize)>,
-    /// They keep their storages.
+    /// They keep their storages, and the tables.
     _live: Vec<Py<PyAny>>,
 }
 
@@ -85,6 +86,7 @@ impl LiveModel {
         rank: (u16, u32, u32),
         tensors: Vec<(String, String, Vec<u64>)>,
         live: Vec<(String, Bound<'_, PyAny>)>,
+        tables: Vec<Bound<'_, PyAny>>,
         copies: Vec<Copy>,
         slots: Vec<(Py<PyDict>, Py<PyString>, usize)>,
         device: Option<usize>,
@@ -98,13 +100,9 @@ impl LiveModel {
         let tensors = tensors.into_iter().map(info).collect::<PyResult<Vec<_>>>()?;
         let storages =
             live.iter().map(|(name, tensor)| storage(name, tensor)).collect::<PyResult<Vec<_>>>()?;
-        let strides = |(offset, strides): (u64, Vec<u64>)| Strides { offset, strides };
-        let copy = |(tensor, live, size, from, to): Copy| {
-            let (from, to) = (strides(from), strides(to));
-            LiveCopy { tensor, live, size, from, to }
-        };
-        let copies = copies.into_iter().map(copy).collect();
-        // SAFETY: this value holds the tensors, which hold their storages. `_trace.py` has seen that no two
+        let made = tables.iter().map(table).collect::<PyResult<Vec<_>>>()?;
+        let copies = copies.into_iter().map(|found| copy(found, &made)).collect::<PyResult<_>>()?;
+        // SAFETY: this value holds the tensors and tables, which hold their storages. `_trace.py` has seen that no two
         // copies overlap. Engines write to weights in loads, of which the plugin is told, and the base check
         // sees what others write.
         let layout = unsafe { Layout::new(tensors, storages, copies) }.map_err(refused)?;
@@ -114,7 +112,7 @@ impl LiveModel {
             None => live::LiveModel::in_host_memory(directory, rank, layout),
             Some(ordinal) => live::LiveModel::on_cuda_device(directory, rank, layout, ordinal, arena),
         });
-        let _live = live.into_iter().map(|(_, tensor)| tensor.unbind()).collect();
+        let _live = live.into_iter().map(|(_, tensor)| tensor).chain(tables).map(Bound::unbind).collect();
         Ok(Self { model: model.map_err(refused)?, slots, _live })
     }
 
@@ -236,6 +234,21 @@ fn storage(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<LiveTensor> {
     };
     let address = tensor.call_method0("data_ptr")?.extract()?;
     Ok(LiveTensor { name: name.to_owned(), dtype, address, bytes: tensor.getattr("nbytes")?.extract()? })
+}
+
+/// A flat tensor that is a table.
+fn table(tensor: &Bound<'_, PyAny>) -> PyResult<LiveTable> {
+    let address = tensor.call_method0("data_ptr")?.extract()?;
+    Ok(LiveTable { address, bytes: tensor.getattr("nbytes")?.extract()? })
+}
+
+fn copy(found: Copy, tables: &[LiveTable]) -> PyResult<LiveCopy> {
+    let strides = |(offset, strides): (u64, Vec<u64>)| Strides { offset, strides };
+    let (tensor, live, size, from, to, table) = found;
+    let unknown = |number: usize| error::usage("copies", "numbers of tables", &number.to_string());
+    let known = |number: usize| tables.get(number).copied().ok_or_else(|| unknown(number));
+    let table = table.map(known).transpose()?;
+    Ok(LiveCopy { tensor, live, size, from: strides(from), to: strides(to), table })
 }
 
 fn refused(error: driftless::bridge::Error) -> PyErr {

@@ -33,7 +33,6 @@ LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 PATCHED = "patched"
-WIDENED = "a router's gate is kept in float32"
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,17 @@ FAMILIES = {
         "a router's gate is rounded to bfloat16",
         "torch.float32 in the checkpoint, torch.bfloat16 in the model",
     ),
-    "Gemma": Family("GemmaConfig", HEAD, "norms are kept as weight + 1", "aten.add_.Tensor"),
-    "Gemma 2": Family(
-        "Gemma2Config", HEAD | {"hidden_act": "gelu_pytorch_tanh"}, "norms are kept as weight + 1", "gemma_weight"
-    ),
+    "Gemma": Family("GemmaConfig", HEAD),
+    "Gemma 2": Family("Gemma2Config", HEAD | {"hidden_act": "gelu_pytorch_tanh"}),
     "Gemma 3": Family("Gemma3TextConfig", HEAD),
     "GLM-4": Family("Glm4Config", HEAD),
-    "GLM-4.5 MoE": Family(
-        "Glm4MoeConfig",
-        HEAD | ROUTED | {"num_experts_per_tok": 2, "moe_intermediate_size": 64},
-        WIDENED,
-        "torch.bfloat16 in the checkpoint, torch.float32 in the model",
-    ),
+    "GLM-4.5 MoE": Family("Glm4MoeConfig", HEAD | ROUTED | {"num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "GPT-2": Family("GPT2Config", WHOLE | {"n_embd": 64, "n_head": HEADS, "n_layer": 2, "n_inner": 128, "n_positions": 512}),
     "Granite": Family("GraniteConfig"),
     "Granite MoE": Family("GraniteMoeConfig", LOCAL),
     "Llama": Family("LlamaConfig"),
     "Llama, tied": Family("LlamaConfig", TIED),
-    "MiniMax M2": Family(
-        "MiniMaxM2Config",
-        HEAD | LOCAL | {"scoring_func": "sigmoid"},
-        WIDENED,
-        "torch.bfloat16 in the checkpoint, torch.float32 in the model",
-    ),
+    "MiniMax M2": Family("MiniMaxM2Config", HEAD | LOCAL | {"scoring_func": "sigmoid"}),
     "Ministral 3": Family("Ministral3Config", HEAD),
     "Mistral": Family("MistralConfig", HEAD),
     "Mixtral": Family("MixtralConfig", LOCAL),

@@ -12,7 +12,7 @@ from driftless_rl._errors import Error
 from driftless_rl._patchable import live_model
 from driftless_rl.sglang import _hooks
 from sglang_models import make
-from test_sglang_model import Fused, Host, Ranks, host
+from test_sglang_model import Fused, Host, Making, Ranks, host
 
 __all__ = ["host"]
 
@@ -27,6 +27,7 @@ def names(said: dict) -> list[str]:
     return said["differing"]["first"]
 
 
+@pytest.mark.parametrize("host", [Fused, Making], indirect=True)
 def test_weights_equal_the_version_that_was_loaded_or_patched_and_no_other(host, tmp_path):
     assert names(compared(host, tmp_path / "base")) == []
     label = host.step(0.02)
@@ -40,6 +41,18 @@ def test_weights_equal_the_version_that_was_loaded_or_patched_and_no_other(host,
     host.model.rest["model/norm/weight"].data.view(torch.int16)[3] ^= 1
     assert names(compared(host, tmp_path / "host")) == ["model.norm.weight"]
     assert any(names(compared(host, tmp_path / "host", sample)) for sample in range(4))
+
+
+@pytest.mark.parametrize("host", [Making], indirect=True)
+@pytest.mark.parametrize("name", ["gate", "norm", "more", "both"])
+def test_what_the_model_makes_of_a_tensor_is_compared(name, host, tmp_path):
+    held = host.model.state_dict()[name].view(-1)
+    before = held[-1].clone()
+    held[-1] += 1
+    said = names(compared(host, tmp_path / "base"))
+    assert len(said) == 1 and (name != "both" or said == ["model.layers.1.mlp.up_proj.weight"])
+    held[-1] = before
+    assert names(compared(host, tmp_path / "base")) == []
 
 
 def test_other_checkpoints_are_refused_and_weights_that_moved_too(host, tmp_path):

@@ -50,7 +50,9 @@ class Told:
         self.held: dict[tuple[int, int, int], int] = {}
         monkeypatch.setattr(_patchable, "LiveModel", self._model)
 
-    def _model(self, directory, rank, tensors, live, copies, slots, device, arena, ties_head) -> types.SimpleNamespace:
+    def _model(
+        self, directory, rank, tensors, live, tables, copies, slots, device, arena, ties_head
+    ) -> types.SimpleNamespace:
         self.arenas[rank] = arena
         self.held[rank] = sum(flat.nbytes for _, flat in live)
         return types.SimpleNamespace(loaded=None, announce_compare=None)

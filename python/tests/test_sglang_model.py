@@ -51,6 +51,25 @@ class Fused(nn.Module):
                 self.embed.data[100:].fill_(0)
 
 
+class Making(Fused):
+    """One that keeps a gate in f32, a norm with 1 added and in place of itself, a copy of it with 2, and two joined."""
+
+    def load_weights(self, weights) -> None:
+        if not hasattr(self, "gate"):
+            self.gate = nn.Parameter(torch.zeros(64, 32, dtype=torch.float32), requires_grad=False)
+            self.norm, self.both = self._empty(32), self._empty(128, 32)
+            self.register_buffer("more", torch.zeros(32, dtype=torch.bfloat16))
+        weights = dict(weights)
+        super().load_weights(weights.items())
+        self.gate.data.copy_(weights["model.layers.1.mlp.gate_proj.weight"])
+        names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+        self.both.data.copy_(torch.cat([weights[name] for name in names]))
+        norm = weights["model.norm.weight"].clone()
+        norm += 1.0
+        self.norm.data.copy_(norm)
+        self.more.copy_(self.norm.data).add_(1.0)
+
+
 class Deriving(Fused):
     """One that keeps something that it makes of its weights."""
 
@@ -118,13 +137,14 @@ class Host:
 
 
 @pytest.fixture
-def host(store, tmp_path):
-    host = Host(store, tmp_path)
+def host(store, tmp_path, request):
+    host = Host(store, tmp_path, kind=getattr(request, "param", Fused))
     yield host
     host.publisher.close()
     host.follower.close()
 
 
+@pytest.mark.parametrize("host", [Fused, Making], indirect=True)
 def test_each_delta_leads_to_the_weights_that_a_load_gives(host):
     for version, density in enumerate((0.001, 0.02, 0.2, 0.05), 1):
         label = host.step(density)

@@ -62,11 +62,112 @@ def test_padding_is_covered_by_its_constant():
     assert copy.target == View(0, (3, 2), (2, 1))
 
 
-def held(weight, name, tensor, kept=[]):
-    kept.append(tensor)
-    if len(kept) == 2:
-        weight.copy_(torch.cat(kept))
-        kept.clear()
+def joining(make):
+    """A loader that makes one tensor of two."""
+    kept = []
+
+    def load(weight, name, tensor):
+        kept.append(tensor)
+        if len(kept) == 2:
+            weight.copy_(make(kept))
+
+    return load
+
+
+def test_joined_tensors_are_learned_as_several_copies():
+    def load(weight, name, tensor):
+        kept.append(tensor)
+        if len(kept) == 2:
+            both = torch.cat(kept, dim=-1)
+            kept[0].add_(1)  # the joined tensor has a copy
+            weight.copy_(both)
+
+    kept = []
+    found = learned(Model(parameter(4, 5), load), a=(4, 2), b=(4, 3))
+    [[first], [second]] = found.copies["a"], found.copies["b"]
+    assert (first.source, first.target) == (View(0, (4, 2), (2, 1)), View(0, (4, 2), (5, 1)))
+    assert (second.source, second.target) == (View(0, (4, 3), (3, 1)), View(2, (4, 3), (5, 1)))
+    assert found.tables == []
+
+
+def test_bits_that_are_copied_as_they_are_need_no_table():
+    def load(weight, name, tensor):
+        weight.view(torch.int8).copy_(tensor.view(torch.int8))
+
+    fp8 = torch.float8_e4m3fn
+    weight = nn.Parameter(torch.zeros(4, 2, dtype=fp8), requires_grad=False)
+    found = learn(Model(weight, load), {"w": ((4, 2), fp8)})
+    assert found.copies["w"][0].target == View(0, (4, 2), (2, 1)) and found.tables == []
+    with pytest.raises(Untraceable, match="seen as torch.float8_e4m3fn"):
+        learn(Model(weight, load), {"w": ((4, 2), torch.float8_e5m2)})
+
+
+def values(dtype: torch.dtype = BF16) -> torch.Tensor:
+    """All values of 16 bits."""
+    return torch.arange(1 << 16).to(torch.uint16).view(dtype)
+
+
+THIRD = torch.tensor([0.3])
+
+
+def in_place(weight, name, tensor):
+    tensor += 1.0
+    weight.copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("load", "dtype", "made"),
+    [
+        (lambda weight, name, tensor: weight.copy_(tensor), torch.float32, lambda x: x.float()),
+        (lambda weight, name, tensor: weight.copy_(tensor), torch.float16, lambda x: x.half()),
+        (lambda weight, name, tensor: weight.copy_(tensor + 1), BF16, lambda x: x + 1),
+        (in_place, BF16, lambda x: x + 1),
+        (lambda weight, name, tensor: weight.copy_(tensor).add_(1.0), torch.float32, lambda x: x.float() + 1),
+        (lambda weight, name, tensor: weight.copy_(-tensor.float().exp()), BF16, lambda x: (-x.float().exp()).to(BF16)),
+        (lambda weight, name, tensor: weight.copy_(tensor * THIRD), BF16, lambda x: (x * THIRD).to(BF16)),
+        (lambda weight, name, tensor: weight.copy_(tensor.float()[:4]), BF16, lambda x: x.float().to(BF16)),
+    ],
+)
+def test_what_a_loader_makes_of_each_element_is_a_table(load, dtype, made):
+    found = learned(Model(parameter(4, 2, dtype=dtype), load), w=(4, 2))
+    [copy], [table] = found.copies["w"], found.tables
+    assert copy.source == copy.target == View(0, (4, 2), (2, 1)) and copy.table == 0
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    assert torch.equal(table.view(bits), made(values()).view(bits))
+
+
+def test_copies_that_are_made_alike_share_a_table():
+    class Two(Model):
+        def __init__(self) -> None:
+            super().__init__(parameter(4, 2, dtype=torch.float32), None)
+            self.norm, self.gate = parameter(4), parameter(4, 2, dtype=torch.float32)
+            # What SGLang keeps of Gemma's norms.
+            self.register_buffer("more", torch.ones(4, dtype=BF16))
+
+        def load_weights(self, weights) -> None:
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+            self.more.copy_(self.norm.data).add_(1.0)
+
+    found = learned(Two(), weight=(4, 2), gate=(4, 2), norm=(4,))
+    assert [found.copies[name][0].table for name in ("weight", "gate", "norm")] == [0, 0, None]
+    assert [copy.table for copy in found.copies["norm"]] == [None, 1]
+    assert torch.equal(found.tables[1].view(torch.int16), (values() + 1).view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "live", "load"),
+    [
+        (torch.float32, BF16, lambda weight, tensor: weight.copy_(tensor)),
+        (torch.float8_e4m3fn, BF16, lambda weight, tensor: weight.copy_(tensor)),
+        (torch.float32, torch.float32, lambda weight, tensor: weight.copy_(tensor + 1)),
+        (BF16, torch.float64, lambda weight, tensor: weight.copy_(tensor)),
+    ],
+)
+def test_elements_of_other_sizes_have_no_table(dtype, live, load):
+    model = Model(parameter(4, 2, dtype=live), lambda weight, name, tensor: load(weight, tensor))
+    with pytest.raises(Untraceable, match=f"w: {dtype} in the checkpoint.*{live} in the model; only .* 16 bits"):
+        learn(model, {"w": ((4, 2), dtype)})
 
 
 def test_a_loader_with_threads_is_learned():
@@ -91,10 +192,20 @@ def test_a_loader_with_threads_is_learned():
 @pytest.mark.parametrize(
     ("load", "shape", "reason"),
     [
-        (held, (2, 2), "cat"),
+        (joining(torch.stack), (4,), "stack"),
+        (joining(lambda kept: torch.cat(kept)[:4]), (3, 2), "a part of what was joined"),
+        (joining(lambda kept: torch.cat(kept).add_(1)), (2, 2), "on what was joined"),
+        (joining(lambda kept: torch.cat(kept) + 1), (2, 2), "of no tensor"),
+        (joining(lambda kept: kept[0] + kept[1]), (4, 2), "add"),
+        (joining(lambda kept: kept[0].add_(kept[1])), (4, 2), "on a temporary"),
+        (lambda weight, name, tensor: weight.copy_(torch.add(tensor[:2], 1, out=tensor[2:])), (4, 2), "temporary"),
+        (lambda weight, name, tensor: weight.copy_(tensor[:1].add_(1)), (4, 2), "add_.Tensor on a temporary"),
+        (lambda weight, name, tensor: weight.copy_(tensor + torch.ones(2)), (4, 2), "device meta"),
+        (lambda weight, name, tensor: weight.copy_(tensor.view(torch.float16)), (4, 2), "seen as torch.float16"),
+        (lambda weight, name, tensor: weight.copy_(tensor * weight[0, 0]), (4, 2), "mul"),
+        (lambda weight, name, tensor: weight.copy_(tensor * weight[0, 0].item()), (4, 2), "may be one of the weights"),
+        (lambda weight, name, tensor: weight.copy_(tensor * (weight[0, 0] + 1)), (4, 2), "may be one of the weights"),
         (lambda weight, name, tensor: weight.fill_(tensor.sum().item()), (4, 2), "sum"),
-        (lambda weight, name, tensor: weight.copy_(tensor * 2), (4, 2), "mul"),
-        (lambda weight, name, tensor: weight.copy_(tensor.to(torch.float32)), (4, 2), "float32"),
         (lambda weight, name, tensor: name == "a" and weight[:2].copy_(tensor), (2, 2), "no tensor of the checkpoint"),
         (lambda weight, name, tensor: weight.copy_(tensor), (4, 2), "two tensors write"),
         (lambda weight, name, tensor: None, (4, 2), "no tensor of the checkpoint"),

@@ -248,7 +248,7 @@ impl Comparing {
     fn ranges(&self, layout: &Layout, number: usize) -> Result<Vec<Range<u64>>> {
         let place = &self.pairs[number].place;
         let width = place.dtype.size();
-        let views: Vec<&View> = layout.places(place)?.map(|(_, view)| view).collect();
+        let views: Vec<&View> = layout.places(place)?.map(|(_, place)| &place.view).collect();
         if let Some(number) = self.sample {
             let (turn, places) = (number / views.len().max(1) as u64, views.len().max(1));
             let sample = views.get((number % places as u64) as usize).map(|view| sample(view, width, turn));

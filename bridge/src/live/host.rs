@@ -63,16 +63,23 @@ impl Memory for Host {
         let mut found = Found::default();
         for (index, piece) in pieces.iter().enumerate() {
             let (mut others, width) = (0, piece.info.dtype.size());
-            for (live, view) in layout.places(piece.info)? {
-                view.runs(&piece.among(), &mut |from, to, run| {
+            for (live, place) in layout.places(piece.info)? {
+                let held_width = live.dtype.size();
+                place.view.runs(&piece.among(), &mut |from, to, run| {
                     let start = piece.at + ((from - piece.first) * width) as usize;
                     let expected = &self.room[start..start + (run * width) as usize];
+                    let held = (live.address + to * held_width) as *const u8;
                     // SAFETY: the view fits in the storage, which the layout's maker promised; the engine, which alone
                     // writes there, stands still.
-                    let held = unsafe {
-                        slice::from_raw_parts((live.address + to * width) as *const u8, expected.len())
+                    let held = unsafe { slice::from_raw_parts(held, (run * held_width) as usize) };
+                    let equal = match (place.table, held_width) {
+                        (0, _) => held == expected,
+                        // SAFETY: the layout has seen that the table is one for elements of this width.
+                        (table, 2) => unsafe { are_made::<2>(table, expected, held) },
+                        // SAFETY: likewise.
+                        (table, _) => unsafe { are_made::<4>(table, expected, held) },
                     };
-                    others += u64::from(held != expected);
+                    others += u64::from(!equal);
                 });
             }
             found = found.and(Found::of(others, index));
@@ -144,11 +151,13 @@ unsafe fn block(parts: &Parts, number: u64, task: Task) -> Found {
     let changes = first..part.changes.min(first + BLOCK_CHANGES);
     // SAFETY: the caller's promise; the width is that of the part's elements.
     let others = unsafe {
-        match part.width {
-            1 => exchange::<1>(part, changes, task),
-            2 => exchange::<2>(part, changes, task),
-            4 => exchange::<4>(part, changes, task),
-            _ => exchange::<8>(part, changes, task),
+        match (part.table, part.width) {
+            (0, 1) => exchange::<1, 1>(part, changes, task, |value| value),
+            (0, 2) => exchange::<2, 2>(part, changes, task, |value| value),
+            (0, 4) => exchange::<4, 4>(part, changes, task, |value| value),
+            (0, _) => exchange::<8, 8>(part, changes, task, |value| value),
+            (table, 2) => exchange::<2, 2>(part, changes, task, |value| made::<2>(table, value)),
+            (table, _) => exchange::<2, 4>(part, changes, task, |value| made::<4>(table, value)),
         }
     };
     Found::of(others, parts.tensors.get(index).copied().unwrap_or_default())
@@ -157,10 +166,15 @@ unsafe fn block(parts: &Parts, number: u64, task: Task) -> Found {
 /// Does something with some changes of a part, and returns how many values are others.
 ///
 /// # Safety
-/// As for [`run`]; the part's elements have `W` bytes.
-unsafe fn exchange<const W: usize>(part: &Part, changes: std::ops::Range<u64>, task: Task) -> u64 {
+/// As for [`run`]; the delta's elements have `V` bytes, of which `make` makes the storage's, which have `W`.
+unsafe fn exchange<const V: usize, const W: usize>(
+    part: &Part,
+    changes: std::ops::Range<u64>,
+    task: Task,
+    make: impl Fn([u8; V]) -> [u8; W],
+) -> u64 {
     let positions = part.positions as *const u32;
-    let (new, old) = (part.new as *const [u8; W], part.old as *const [u8; W]);
+    let (new, old) = (part.new as *const [u8; V], part.old as *const [u8; V]);
     let (from, to) = if task == Task::TakeBack { (new, old) } else { (old, new) };
     let live = part.live as *mut [u8; W];
     let is_run = matches!(part.dims, 0) || part.dims == 1 && (part.dim[0][0], part.dim[0][2]) == (1, 1);
@@ -186,14 +200,33 @@ unsafe fn exchange<const W: usize>(part: &Part, changes: std::ops::Range<u64>, t
         // SAFETY: the view fits in the storage; arrays of bytes have no alignment.
         unsafe {
             let element = live.add(place as usize);
-            if element.read() != from {
+            if element.read() != make(from) {
                 others += 1;
             } else if task != Task::Compare {
-                element.write(to);
+                element.write(make(to));
             }
         }
     }
     others
+}
+
+/// What a table has in the place of a value.
+///
+/// # Safety
+/// The table has 65,536 elements of `W` bytes.
+unsafe fn made<const W: usize>(table: u64, value: [u8; 2]) -> [u8; W] {
+    // SAFETY: the caller's promise; arrays of bytes have no alignment.
+    unsafe { (table as *const [u8; W]).add(u16::from_ne_bytes(value).into()).read() }
+}
+
+/// Whether elements are what a table makes of as many values.
+///
+/// # Safety
+/// As for [`made`].
+unsafe fn are_made<const W: usize>(table: u64, values: &[u8], held: &[u8]) -> bool {
+    let (values, held) = (values.as_chunks().0, held.as_chunks().0);
+    // SAFETY: the caller's promise.
+    values.iter().zip(held).all(|(value, held)| unsafe { made::<W>(table, *value) } == *held)
 }
 
 impl Part {

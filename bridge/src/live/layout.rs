@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 /// Dimensions of a view, once those that follow each other without a gap are one.
 pub(super) const DIMS_MAX: usize = 4;
 
+/// Values that an element of 16 bits may have.
+const TABLE_VALUES: u64 = 1 << 16;
+
 /// A storage of the model, all of it.
 #[derive(Debug, Clone)]
 pub struct LiveTensor {
@@ -20,6 +23,15 @@ pub struct LiveTensor {
     /// The type of its elements.
     pub dtype: Dtype,
     /// Where it begins, in the memory of the host or of the device.
+    pub address: u64,
+    /// How long it is.
+    pub bytes: u64,
+}
+
+/// What a storage has in the place of each value of a tensor whose elements have 16 bits, in the order of those bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LiveTable {
+    /// Where it begins, in the memory that the storage lies in.
     pub address: u64,
     /// How long it is.
     pub bytes: u64,
@@ -47,6 +59,8 @@ pub struct LiveCopy {
     pub from: Strides,
     /// The view in the storage.
     pub to: Strides,
+    /// What is made of each element; `None`: it stays as it is.
+    pub table: Option<LiveTable>,
 }
 
 /// Which element of which tensor lies where.
@@ -61,36 +75,44 @@ pub struct Layout {
 #[derive(Debug)]
 struct Placed {
     info: TensorInfo,
-    places: Vec<(usize, View)>,
+    places: Vec<Place>,
+}
+
+/// Where a copy lies.
+#[derive(Debug)]
+pub(super) struct Place {
+    live: usize,
+    pub(super) view: View,
+    /// Address of the table that its elements go through, or 0.
+    pub(super) table: u64,
 }
 
 impl Layout {
     /// The layout of a model that has `copies` of the tensors of its checkpoint in `live`.
     ///
     /// # Errors
-    /// [`Error::Live`] for copies that are not within both tensors, have another dtype than their storage, or
-    /// whose elements' places do not tell which they are.
+    /// [`Error::Live`] for copies that are not within both tensors, have another dtype than their storage without a
+    /// table for it, or whose elements' places do not tell which they are.
     ///
     /// # Safety
     /// Each storage stays where it is, readable and writable, for as long as the layout and what is made with
     /// it lives. No element of a storage belongs to two copies. Nothing but the engine, between two patches,
-    /// writes to a storage.
+    /// writes to a storage. Each table stays where it is likewise, and nothing writes to it.
     #[allow(unsafe_code, reason = "the contract is the caller's: addresses are used later")]
     pub unsafe fn new(
         tensors: Vec<TensorInfo>,
         live: Vec<LiveTensor>,
         copies: Vec<LiveCopy>,
     ) -> Result<Self> {
-        let mut places: Vec<Vec<(usize, View)>> = tensors.iter().map(|_| Vec::new()).collect();
+        let mut places: Vec<Vec<Place>> = tensors.iter().map(|_| Vec::new()).collect();
         for copy in &copies {
             let (Some(info), Some(storage)) = (tensors.get(copy.tensor), live.get(copy.live)) else {
                 let found = format!("tensor {} in storage {}", copy.tensor, copy.live);
                 return Err(Error::live("a copy", "of a tensor, in a storage", found));
             };
             let subject = || format!("the copy of {} in {}", info.name, storage.name);
-            if info.dtype != storage.dtype {
-                return Err(Error::live(subject(), info.dtype.name(), storage.dtype.name()));
-            }
+            let table = table_of(copy, info.dtype, storage.dtype)
+                .map_err(|expected| Error::live(subject(), expected, form(copy.table, storage.dtype)))?;
             let elements =
                 info.elements().map_err(|error| Error::live(subject(), "a shape", error.to_string()))?;
             let held = storage.bytes / storage.dtype.size();
@@ -100,7 +122,7 @@ impl Layout {
                 let found = format!("size {:?} from {:?} to {:?}", copy.size, copy.from, copy.to);
                 Error::live(subject(), expected, found)
             })?;
-            places[copy.tensor].push((copy.live, view));
+            places[copy.tensor].push(Place { live: copy.live, view, table });
         }
         let placed = tensors.into_iter().zip(places);
         let tensors = placed.map(|(info, places)| (info.name.clone(), Placed { info, places })).collect();
@@ -124,18 +146,18 @@ impl Layout {
         self.tensors.get(&info.name).is_some_and(|placed| placed.info == *info)
     }
 
-    /// Where a tensor's copies lie: address of each storage, and the view in it.
+    /// Where a tensor's copies lie: each storage, and the place in it.
     ///
     /// # Errors
     /// [`Error::Live`] for a tensor that the model's checkpoint has not, or not in this form.
-    pub(super) fn places(&self, info: &TensorInfo) -> Result<impl Iterator<Item = (&LiveTensor, &View)>> {
+    pub(super) fn places(&self, info: &TensorInfo) -> Result<impl Iterator<Item = (&LiveTensor, &Place)>> {
         let describe = |info: &TensorInfo| format!("{} {:?}", info.dtype, info.shape);
         let known = self.tensors.get(&info.name);
         let Some(placed) = known.filter(|placed| placed.info == *info) else {
             let expected = known.map_or("a tensor of the model".into(), |placed| describe(&placed.info));
             return Err(Error::live(format!("tensor {}", info.name), &expected, describe(info)));
         };
-        Ok(placed.places.iter().filter_map(|(live, view)| Some((self.live.get(*live)?, view))))
+        Ok(placed.places.iter().filter_map(|place| Some((self.live.get(place.live)?, place))))
     }
 
     /// The tensors of the model's checkpoint that are here, or parts of them.
@@ -148,6 +170,30 @@ impl Layout {
     pub(super) fn copies(&self) -> usize {
         self.tensors.values().map(|placed| placed.places.len()).sum()
     }
+}
+
+/// Address of the table that a copy's elements go through, or 0.
+///
+/// # Errors
+/// What should be instead of a copy between these dtypes, or of its table.
+fn table_of(copy: &LiveCopy, tensor: Dtype, storage: Dtype) -> std::result::Result<u64, String> {
+    match copy.table {
+        None if tensor == storage => Ok(0),
+        None => Err(tensor.name().to_owned()),
+        Some(_) if tensor.size() != 2 => Err(format!("no table, for {tensor} has no 16 bits")),
+        Some(table) if matches!(storage.size(), 2 | 4) && table.bytes == TABLE_VALUES * storage.size() => {
+            Ok(table.address)
+        }
+        Some(_) => Err(format!("a table of {TABLE_VALUES} values of 2 or 4 bytes")),
+    }
+}
+
+/// What a copy goes to.
+fn form(table: Option<LiveTable>, storage: Dtype) -> String {
+    table.map_or_else(
+        || storage.name().into(),
+        |table| format!("a table of {} bytes for {storage}", table.bytes),
+    )
 }
 
 /// A copy between two strided views of the same sizes, in which an element's place tells its index.

@@ -37,7 +37,7 @@ use driftless_store::{ContentDigest, chain_text};
 use driftless_transport::Dtype;
 use driftless_transport::prepared::{self, PreparedDelta};
 
-pub use layout::{Layout, LiveCopy, LiveTensor, Strides};
+pub use layout::{Layout, LiveCopy, LiveTable, LiveTensor, Strides};
 pub use rank::{PLUGIN_DIR, Rank, announce_server, plugin_dir};
 pub use reply::{Cache, Compared, Names, PatchDone, PatchRefused, PluginReply};
 
@@ -118,7 +118,7 @@ impl LivePatch {
     }
 }
 
-/// Whether weights of this dtype are patched: a float that engines keep as the checkpoint has it.
+/// Whether weights of this dtype are patched: a float that engines keep, or make others of.
 pub fn is_patched(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::F8E4M3 | Dtype::F8E5M2)
 }

@@ -29,13 +29,22 @@ pub(super) struct Part {
     pub(super) first_block: u64,
     /// Those of them that are compared when the delta is readied.
     pub(super) first_compared: u64,
-    /// Bytes of an element: 1, 2, 4 or 8.
+    /// Bytes of an element of the storage: 1, 2, 4 or 8; with a table 2 or 4.
     pub(super) width: u64,
+    /// What the storage has in the place of each value of the tensor, which has 2 bytes then; 0: the same.
+    pub(super) table: u64,
     pub(super) from: u64,
     pub(super) to: u64,
     pub(super) dims: u64,
     /// Stride in the tensor, size, stride in the storage.
     pub(super) dim: [[u64; 3]; DIMS_MAX],
+}
+
+impl Part {
+    /// Bytes of an element of the tensor: of the delta's old and new values.
+    pub(super) fn value_bytes(&self) -> u64 {
+        if self.table == 0 { self.width } else { 2 }
+    }
 }
 
 /// All parts of a delta.
@@ -59,12 +68,12 @@ impl Parts {
         // A tied head changes with the word embeddings, as `tied` has seen.
         let placed = tensors.iter().enumerate().filter(|(_, tensor)| !layout.is_tied_head(&tensor.name));
         for (index, tensor) in placed {
-            for (live, view) in layout.places(&tensor.info())? {
+            for (live, place) in layout.places(&tensor.info())? {
                 if tensor.changed == 0 {
                     continue;
                 }
                 out.tensors.push(index);
-                let mut dim = [[0; 3]; DIMS_MAX];
+                let (view, mut dim) = (&place.view, [[0; 3]; DIMS_MAX]);
                 dim.iter_mut().zip(&view.dims).for_each(|(dim, found)| *dim = *found);
                 out.parts.push(Part {
                     live: live.address,
@@ -74,7 +83,8 @@ impl Parts {
                     changes: tensor.changed,
                     first_block: out.blocks,
                     first_compared: out.compared,
-                    width: tensor.dtype.size(),
+                    width: live.dtype.size(),
+                    table: place.table,
                     from: view.from,
                     to: view.to,
                     dims: view.dims.len() as u64,

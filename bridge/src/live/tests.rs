@@ -15,6 +15,8 @@ use serde_json::json;
 use super::part::{BLOCK_CHANGES, ONE_IN};
 use super::*;
 
+mod layouts;
+
 /// A tensor of the checkpoint: its name, dtype and shape.
 pub(super) const TENSORS: [(&str, Dtype, &[u64]); 7] = [
     ("embed", Dtype::Bf16, &[96, 64]),
@@ -31,7 +33,7 @@ pub(super) type View = (usize, usize, &'static [u64], (u64, &'static [u64]), (u6
 
 /// Storages' elements, and what is where: whole tensors, two in one, a padded one, a shard of rows, one of
 /// columns, transposed and permuted ones, and one under two names.
-pub(super) const STORAGES: [(Dtype, u64); 9] = [
+pub(super) const STORAGES: [(Dtype, u64); 12] = [
     (Dtype::Bf16, 128 * 64),
     (Dtype::Bf16, 96 * 64),
     (Dtype::Bf16, 96 * 64),
@@ -41,8 +43,11 @@ pub(super) const STORAGES: [(Dtype, u64); 9] = [
     (Dtype::F64, 4 * 6 * 10),
     (Dtype::Bf16, 48 * 64),
     (Dtype::Bf16, 20 * BLOCK_CHANGES),
+    (Dtype::F32, 100 * 64),
+    (Dtype::Bf16, 64 * 64),
+    (Dtype::F32, 20 * BLOCK_CHANGES),
 ];
-pub(super) const VIEWS: [View; 10] = [
+pub(super) const VIEWS: [View; 13] = [
     (0, 0, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
     (0, 1, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
     (1, 2, &[64, 64], (0, &[64, 1]), (0, &[64, 1])),
@@ -53,7 +58,28 @@ pub(super) const VIEWS: [View; 10] = [
     (5, 6, &[4, 6, 10], (0, &[60, 10, 1]), (0, &[10, 40, 1])),
     (0, 7, &[48, 64], (48 * 64, &[64, 1]), (0, &[64, 1])),
     (6, 8, &[20 * BLOCK_CHANGES], (0, &[1]), (0, &[1])),
+    (0, 9, &[96, 64], (0, &[64, 1]), (4 * 64, &[64, 1])),
+    (1, 10, &[64, 64], (0, &[1, 64]), (0, &[64, 1])),
+    (6, 11, &[20 * BLOCK_CHANGES], (0, &[1]), (0, &[1])),
 ];
+
+/// What the storages from 9 on have instead of a bf16 value: itself in f32, one more, and itself in f32 again.
+const MADE: [fn(u16) -> Vec<u8>; 3] = [in_f32, one_more, in_f32];
+
+fn in_f32(value: u16) -> Vec<u8> {
+    (u32::from(value) << 16).to_ne_bytes().to_vec()
+}
+
+/// In bf16, rounded to even: of most small values 1.
+fn one_more(value: u16) -> Vec<u8> {
+    let sum = (f32::from_bits(u32::from(value) << 16) + 1.0).to_bits();
+    ((sum + 0x7fff + (sum >> 16 & 1)) >> 16).to_ne_bytes()[..2].to_vec()
+}
+
+/// The table of each of them.
+fn tables() -> Vec<Vec<u8>> {
+    MADE.iter().map(|made| (0..=u16::MAX).flat_map(made).collect()).collect()
+}
 
 pub(super) fn infos() -> Vec<TensorInfo> {
     let info = |(name, dtype, shape): &(&str, Dtype, &[u64])| TensorInfo {
@@ -64,7 +90,8 @@ pub(super) fn infos() -> Vec<TensorInfo> {
     TENSORS.iter().map(info).collect()
 }
 
-fn copies() -> Vec<LiveCopy> {
+fn copies(tables: &[Vec<u8>]) -> Vec<LiveCopy> {
+    let table = |table: &Vec<u8>| LiveTable { address: table.as_ptr() as u64, bytes: table.len() as u64 };
     let strides = |(offset, strides): (u64, &[u64])| Strides { offset, strides: strides.to_vec() };
     let copy = |&(tensor, live, size, from, to): &View| LiveCopy {
         tensor,
@@ -72,6 +99,7 @@ fn copies() -> Vec<LiveCopy> {
         size: size.to_vec(),
         from: strides(from),
         to: strides(to),
+        table: live.checked_sub(9).map(|number| table(&tables[number])),
     };
     VIEWS.iter().map(copy).collect()
 }
@@ -88,9 +116,14 @@ fn load(version: &[Vec<u8>]) -> Vec<Vec<u8>> {
                 target += rest % extent * to;
                 rest /= extent;
             }
-            let range = |at: u64| (at * width) as usize..((at + 1) * width) as usize;
-            let element = version[tensor][range(source)].to_vec();
-            out[live][range(target)].copy_from_slice(&element);
+            let element =
+                version[tensor][(source * width) as usize..((source + 1) * width) as usize].to_vec();
+            let element = match live.checked_sub(9) {
+                None => element,
+                Some(number) => MADE[number](u16::from_ne_bytes([element[0], element[1]])),
+            };
+            let start = target as usize * element.len();
+            out[live][start..start + element.len()].copy_from_slice(&element);
         }
     }
     out
@@ -115,6 +148,7 @@ pub(super) struct Scene {
     random: Random,
     tried: BTreeMap<String, Tried>,
     _dir: tempfile::TempDir,
+    _tables: Vec<Vec<u8>>,
     pub(super) patches: usize,
 }
 
@@ -132,8 +166,9 @@ impl Scene {
             bytes: bytes.len() as u64,
         };
         let storages = live.iter_mut().zip(&STORAGES).map(storage).collect();
-        // SAFETY: the scene holds the storages, and moves none of their bytes; its views overlap nowhere.
-        let layout = unsafe { Layout::new(infos(), storages, copies()) }.unwrap();
+        let tables = tables();
+        // SAFETY: the scene holds the storages and tables, and moves none of their bytes; its views overlap nowhere.
+        let layout = unsafe { Layout::new(infos(), storages, copies(&tables)) }.unwrap();
         let memory = memory(&layout);
         let dir = tempfile::tempdir().unwrap();
         let rank = Rank { port: 1, number: 0, of: 1 };
@@ -148,6 +183,7 @@ impl Scene {
             random,
             tried: BTreeMap::new(),
             _dir: dir,
+            _tables: tables,
             patches: 0,
         };
         scene.loaded(&label(0));
@@ -445,68 +481,6 @@ fn blocks_not_compared_when_readied_are_compared_at_the_write() {
 #[test]
 fn ranks_write_together_or_not_at_all() {
     host().assert_agrees();
-}
-
-#[test]
-fn many_blocks_are_shared_by_threads_and_all_is_taken_back() {
-    // One large tensor: several turns of several threads.
-    let mut bytes = vec![1u8; 1 << 20];
-    let storage =
-        LiveTensor { name: "w".into(), dtype: Dtype::U8, address: bytes.as_mut_ptr() as u64, bytes: 1 << 20 };
-    let info = TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![1 << 20] };
-    let run = || Strides { offset: 0, strides: vec![1] };
-    let copy = LiveCopy { tensor: 0, live: 0, size: vec![1 << 20], from: run(), to: run() };
-    // SAFETY: the bytes outlive the layout, and are looked at when nothing runs.
-    let layout = unsafe { Layout::new(vec![info], vec![storage], vec![copy]) }.unwrap();
-    let positions: Vec<u32> = (0..1 << 20).step_by(3).collect();
-    let (new, old) = (vec![2u8; positions.len()], vec![1u8; positions.len()]);
-    let tensor: PreparedTensor =
-        serde_json::from_value(json!({"name": "w", "dtype": "U8", "shape": [1 << 20],
-        "changed": positions.len(), "positions": 64, "new": 128, "old": 192}))
-        .unwrap();
-    let at = |byte: u64| match byte {
-        64 => positions.as_ptr() as u64,
-        128 => new.as_ptr() as u64,
-        _ => old.as_ptr() as u64,
-    };
-    let parts = part::Parts::new(&layout, &[tensor], at).unwrap();
-    assert!(parts.blocks > 2 * 8);
-    let expected: Vec<u8> = (0..1 << 20).map(|at| if at % 3 == 0 { 2 } else { 1 }).collect();
-    // SAFETY: the arrays and the storage are as the parts say.
-    assert_eq!(unsafe { host::run(&parts, host::Task::Write) }, Found::default());
-    assert!(bytes == expected);
-    // SAFETY: likewise.
-    assert_eq!(unsafe { host::run(&parts, host::Task::TakeBack) }, Found::default());
-    assert!(bytes.iter().all(|byte| *byte == 1));
-}
-
-#[test]
-fn layouts_that_do_not_tell_where_an_element_lies_are_refused() {
-    let storage = |dtype, bytes| LiveTensor { name: "s".into(), dtype, address: 0, bytes };
-    let info = || TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![4, 6] };
-    let try_copy = |size: &[u64], from: (u64, &[u64]), to: (u64, &[u64]), dtype| {
-        let strides = |(offset, strides): (u64, &[u64])| Strides { offset, strides: strides.to_vec() };
-        let (from, to) = (strides(from), strides(to));
-        let copy = LiveCopy { tensor: 0, live: 0, size: size.to_vec(), from, to };
-        // SAFETY: nothing is made with it.
-        unsafe { Layout::new(vec![info()], vec![storage(dtype, 48)], vec![copy]) }
-    };
-    let whole: (u64, &[u64]) = (0, &[6, 1]);
-    try_copy(&[4, 6], whole, whole, Dtype::Bf16).unwrap();
-    for (size, from, to) in [
-        (&[4, 6][..], whole, (1, &[6, 1][..])),
-        (&[4, 6], (1, &[6, 1]), whole),
-        (&[4, 6], whole, (0, &[1 << 40, 1 << 40])),
-        (&[4, 6], (0, &[1, 1]), whole),
-        (&[24], whole, whole),
-        (&[0, 6], whole, whole),
-        (&[1 << 63, 1 << 63], (0, &[1, 1 << 63]), (0, &[1, 1 << 63])),
-        (&[2; 6], (0, &[1 << 10, 1 << 8, 1 << 6, 16, 4, 1]), (0, &[1, 2, 4, 8, 16, 32])),
-    ] {
-        let error = try_copy(size, from, to, Dtype::Bf16).unwrap_err();
-        assert!(matches!(error, Error::Live { .. }), "{size:?}: {error}");
-    }
-    assert!(try_copy(&[4, 6], whole, whole, Dtype::F16).unwrap_err().to_string().contains("F16"));
 }
 
 /// A model of a rank without storage, which serves version 3 and is offered version 4 as `delta-1`.

@@ -91,7 +91,7 @@ mod tests {
     fn storage() -> (LiveTensor, LiveCopy) {
         let strides = || Strides { offset: 0, strides: vec![4, 1] };
         let live = LiveTensor { name: "storage".into(), dtype: Dtype::Bf16, address: 64, bytes: 64 };
-        (live, LiveCopy { tensor: 0, live: 0, size: vec![8, 4], from: strides(), to: strides() })
+        (live, LiveCopy { tensor: 0, live: 0, size: vec![8, 4], from: strides(), to: strides(), table: None })
     }
 
     #[test]

@@ -187,7 +187,8 @@ class LiveModel:
         rank: tuple[int, int, int],
         tensors: list[tuple[str, str, list[int]]],
         live: list[tuple[str, Any]],
-        copies: list[tuple[int, int, list[int], tuple[int, list[int]], tuple[int, list[int]]]],
+        tables: list[Any],
+        copies: list[tuple[int, int, list[int], tuple[int, list[int]], tuple[int, list[int]], int | None]],
         slots: list[tuple[dict[str, Any], str, int]],
         device: int | None,
         arena: int,
@@ -200,8 +201,10 @@ class LiveModel:
             rank: the engine's port, which rank, of how many.
             tensors: name, dtype and shape of each tensor of the checkpoint.
             live: names and flat torch tensors, each of a whole storage. They are held.
+            tables: flat torch tensors: what a live tensor has instead of each value of 16 bits. They are held.
             copies: which view of which tensor lies in which live tensor: indices of both, the views' sizes, and offset and
-                strides of each view, in elements. No two write the same element.
+                strides of each view, in elements; and the table that its elements go through, if they do. No two write
+                the same element.
             slots: the dict and key that hold each parameter, and its address.
             device: the CUDA device that all of them lie on; None: host memory.
             arena: bytes of its memory that are taken for deltas, if they are there. Larger ones stay in host memory.

@@ -127,13 +127,15 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
             list(copy.source.size),
             (copy.source.offset, list(copy.source.stride)),
             (copy.target.offset, list(copy.target.stride)),
+            copy.table,
         )
         for name, made in found.copies.items()
         for copy in made
     ]
     device = found.device.index if found.device.type == "cuda" else None
     arena = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) // _ARENA_PART
-    live = LiveModel(where, rank, tensors, list(found.live.values()), copies, found.slots, device, arena, ties)
+    live = list(found.live.values())
+    live = LiveModel(where, rank, tensors, live, found.tables, copies, found.slots, device, arena, ties)
     return Patchable(live, found.derive, rank[2])
 
 

@@ -10,7 +10,7 @@ use driftless_transport::snapshot::Tensors;
 use tempfile::TempDir;
 
 use super::super::part::BLOCK_CHANGES;
-use super::super::tests::{Scene, TENSORS, VIEWS, host, infos};
+use super::super::tests::{STORAGES, Scene, TENSORS, VIEWS, host, infos};
 use super::super::{LiveCopy, LiveModel, LiveTensor, Rank, Strides};
 use super::*;
 
@@ -63,7 +63,7 @@ pub(in crate::live) fn assert_compares(scene: &mut Scene) {
     // The last element of each view, and nothing of the padding behind the first.
     for (tensor, live, size, _, to) in VIEWS {
         let steps = size.iter().zip(to.1).map(|(size, stride)| (size - 1) * stride);
-        let byte = ((to.0 + steps.sum::<u64>()) * TENSORS[tensor].1.size()) as usize;
+        let byte = ((to.0 + steps.sum::<u64>()) * STORAGES[live].0.size()) as usize;
         scene.live[live][byte] ^= 1;
         assert_names(&with(scene, &dir, None).unwrap().differing, &[TENSORS[tensor].0]);
         scene.live[live][byte] ^= 1;
@@ -81,9 +81,9 @@ pub(in crate::live) fn assert_compares(scene: &mut Scene) {
 }
 
 fn assert_samples(scene: &mut Scene, dir: &TempDir) {
-    // Samples go round: each of its elements is in one.
+    // Samples go round: each element of both copies of `wide` is in one.
     let found =
-        |scene: &Scene| (0..3).filter(|turn| !with(scene, dir, Some(*turn)).unwrap().is_equal()).count();
+        |scene: &Scene| (0..6).filter(|turn| !with(scene, dir, Some(*turn)).unwrap().is_equal()).count();
     assert_eq!(found(scene), 0);
     for element in [0, 13_653, 27_306, 20 * BLOCK_CHANGES as usize - 1] {
         scene.live[8][2 * element] ^= 1;
@@ -250,7 +250,7 @@ fn tensors_larger_than_a_batch_are_compared_to_their_ends() {
     let address = bytes.as_mut_ptr() as u64;
     let storage = LiveTensor { name: "w".into(), dtype: Dtype::U8, address, bytes: elements };
     let run = || Strides { offset: 0, strides: vec![1] };
-    let copy = LiveCopy { tensor: 0, live: 0, size: vec![elements], from: run(), to: run() };
+    let copy = LiveCopy { tensor: 0, live: 0, size: vec![elements], from: run(), to: run(), table: None };
     // SAFETY: the bytes outlive the layout, and are written when nothing runs.
     let layout = unsafe { Layout::new(vec![info], vec![storage], vec![copy]) }.unwrap();
     let dir = tempfile::tempdir().unwrap();

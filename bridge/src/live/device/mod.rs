@@ -277,6 +277,6 @@ impl<M: Machine> Drop for Device<M> {
 
 /// Parts as the words that they are.
 fn words(parts: &[Part]) -> &[u64] {
-    // SAFETY: a part is 23 numbers of 64 bits without a gap.
+    // SAFETY: a part is 24 numbers of 64 bits without a gap.
     unsafe { std::slice::from_raw_parts(parts.as_ptr().cast(), std::mem::size_of_val(parts) / 8) }
 }

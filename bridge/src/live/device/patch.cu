@@ -18,12 +18,14 @@
 // Of a part's blocks, task 0 has the first, and each one of so many behind it.
 #define ONE_IN 16
 
+typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // `Part` of `part.rs`.
 struct Part {
-    u64 live, positions, fresh, old, changes, first_block, first_compared, width, from, to, dims;
+    u64 live, positions, fresh, old, changes, first_block, first_compared, width, table, from, to, dims;
     u64 dim[4][3];
 };
 
@@ -32,6 +34,11 @@ enum { OTHERS, PART, SUMS, SUMS_END = SUMS + 64 };
 
 // No place: the view has not the element.
 #define MISSING (~0ull)
+
+// A value of a tensor whose elements go through a table.
+struct Value {
+    u16 bits;
+};
 
 // Where an element of the tensor lies in the storage.
 SLOW u64 place(const Part* part, u64 position) {
@@ -47,37 +54,54 @@ SLOW u64 place(const Part* part, u64 position) {
     return rest == 0 ? at : MISSING;
 }
 
+// A value as the storage has it: itself, or what the table has in its place.
+template <typename T>
+DEVICE T made(const T*, T value) { return value; }
+template <typename T>
+DEVICE T made(const T* table, Value value) { return table[value.bits]; }
+
 // Writes `to` where `from` is, or only looks; returns how many values are others. All of a thread's loads are under
 // way before its first store.
-template <typename T>
-DEVICE u32 exchange(const Part* part, u64 first, const T* from, const T* to, bool write) {
+template <int N, typename T, typename V>
+DEVICE u32 exchange(const Part* part, u64 first, const V* from, const V* to, bool write) {
     const u32* positions = (const u32*)part->positions;
     T* live = (T*)part->live;
+    const T* table = (const T*)part->table;
     const u64 changes = part->changes, start = part->from, base = part->to;
     // One unbroken run in both: of a tensor, or of some rows of it.
     const bool is_run = part->dims == 0 || (part->dims == 1 && part->dim[0][0] == 1 && part->dim[0][2] == 1);
     const u64 run = part->dims == 0 ? 1 : part->dim[0][1];
-    u64 at[EACH];
-    T found[EACH], expected[EACH], wanted[EACH];
+    u64 at[N];
+    T found[N], expected[N], wanted[N];
     u32 others = 0;
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) {
+    for (int j = 0; j < N; ++j) {
         const u64 index = first + j * THREADS + THREAD;
         const bool in = index < changes;
         const u64 position = in ? positions[index] : 0;
-        expected[j] = in ? from[index] : T();
-        wanted[j] = in && write ? to[index] : T();
+        expected[j] = in ? made(table, from[index]) : T();
+        wanted[j] = in && write ? made(table, to[index]) : T();
         if (!in) at[j] = MISSING;
         else if (is_run) at[j] = position - start < run ? position - start + base : MISSING;
         else at[j] = place(part, position);
     }
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) found[j] = at[j] == MISSING ? expected[j] : live[at[j]];
+    for (int j = 0; j < N; ++j) found[j] = at[j] == MISSING ? expected[j] : live[at[j]];
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) {
+    for (int j = 0; j < N; ++j) {
         if (found[j] != expected[j]) ++others;
         else if (write && at[j] != MISSING) live[at[j]] = wanted[j];
     }
+    return others;
+}
+
+// The same through the part's table, in two turns: with more registers, fewer blocks of any kind would run at a time.
+SLOW u32 exchange_made(const Part* part, u64 first, const Value* from, const Value* to, bool write) {
+    u32 others = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn, first += CHANGES / 2)
+        others += part->width == 2 ? exchange<EACH / 2, u16>(part, first, from, to, write)
+                                   : exchange<EACH / 2, u32>(part, first, from, to, write);
     return others;
 }
 
@@ -96,11 +120,13 @@ KERNEL patch(const Part* parts, u32 count, u32 task, u64* results) {
     u64 from = task == 2 ? part->fresh : part->old, to = task == 2 ? part->old : part->fresh;
     bool write = task != 0;
     u32 others;
-    switch (part->width) {
-        case 1: others = exchange(part, first, (const unsigned char*)from, (const unsigned char*)to, write); break;
-        case 2: others = exchange(part, first, (const unsigned short*)from, (const unsigned short*)to, write); break;
-        case 4: others = exchange(part, first, (const u32*)from, (const u32*)to, write); break;
-        default: others = exchange(part, first, (const u64*)from, (const u64*)to, write);
+    if (part->table) {
+        others = exchange_made(part, first, (const Value*)from, (const Value*)to, write);
+    } else switch (part->width) {
+        case 1: others = exchange<EACH, u8>(part, first, (const u8*)from, (const u8*)to, write); break;
+        case 2: others = exchange<EACH, u16>(part, first, (const u16*)from, (const u16*)to, write); break;
+        case 4: others = exchange<EACH, u32>(part, first, (const u32*)from, (const u32*)to, write); break;
+        default: others = exchange<EACH, u64>(part, first, (const u64*)from, (const u64*)to, write);
     }
     if (others) {
         atomicAdd(results + OTHERS, (u64)others);

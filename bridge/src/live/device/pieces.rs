@@ -86,22 +86,24 @@ impl<M: Machine> Device<M> {
         let (mut found, mut parts, mut end) = (Found::default(), Parts::default(), OWN);
         for (index, piece) in pieces.iter().enumerate() {
             let (among, mut own) = (piece.among(), None);
-            for (live, view) in layout.places(piece.info)? {
-                let span = view.span();
+            for (live, place) in layout.places(piece.info)? {
+                let span = place.view.span();
                 if span.end <= among.start || among.end <= span.start {
                     continue;
                 }
-                let (view, positions) = match view.from(piece.first) {
+                let (view, positions) = match place.view.from(piece.first) {
                     Some(view) => (view, POSITIONS),
                     None => {
                         if own.is_none() {
                             (own, end) = (Some(end), room.put_own(end, piece)?);
                         }
-                        (view.clone(), own.unwrap_or(end))
+                        (place.view.clone(), own.unwrap_or(end))
                     }
                 };
                 let mut part = Part {
                     live: live.address,
+                    width: live.dtype.size(),
+                    table: place.table,
                     positions: room.address + positions as u64,
                     old: room.address + (VALUES + piece.at) as u64,
                     from: view.from,
@@ -164,7 +166,8 @@ fn no_part(piece: &Piece<'_>) -> Part {
         changes: piece.elements,
         first_block: 0,
         first_compared: 0,
-        width: piece.info.dtype.size(),
+        width: 0,
+        table: 0,
         from: 0,
         to: 0,
         dims: 0,
@@ -181,7 +184,7 @@ fn add(parts: &mut Parts, piece: usize, part: &Part) {
         parts.tensors.push(piece);
         parts.parts.push(Part {
             positions: part.positions + skipped * size_of::<u32>() as u64,
-            old: part.old + skipped * part.width,
+            old: part.old + skipped * part.value_bytes(),
             changes,
             first_compared: parts.compared,
             ..*part
