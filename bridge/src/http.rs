@@ -327,7 +327,7 @@ mod tests {
         let engine = Connection::new(&address, Keys::default(), minute, 9).unwrap();
         let call = Call::post("/x", Level::Normal, None, minute);
         let runtime = tokio::runtime::Runtime::new().unwrap();
-        let mut send = |call: Call<'_>| runtime.block_on(engine.send(call)).map(|reply| reply.status);
+        let send = |call: Call<'_>| runtime.block_on(engine.send(call)).map(|reply| reply.status);
         for _ in 0..3 {
             assert_eq!(send(call.closing()).unwrap(), 500);
         }

@@ -178,13 +178,15 @@ class Forks:
         # It has said all that it says once it is ready: models that it cannot import.
         threading.Thread(target=self._process.stderr.read, daemon=True).start()
         assert self._process.stdout.readline() == "ready\n", "SGLang does not import"
+        self._one = threading.Lock()
 
     def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> Forked:
         """A server with these arguments and further environment, in a session of its own."""
         order = {"arguments": arguments, "environment": environment, "log": str(log)}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return Forked(int(self._process.stdout.readline()))
+        with self._one:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return Forked(int(self._process.stdout.readline()))
 
     def end(self) -> None:
         self._process.kill()
