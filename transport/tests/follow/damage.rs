@@ -2,12 +2,15 @@
 
 use super::*;
 
-/// Damages a byte in the middle of a file.
+/// Damages a byte in the middle of a file, as another program does a while later: within a tick of the clock, the date
+/// would stay what it was.
 fn flip(path: &std::path::Path) {
     let mut bytes = std::fs::read(path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 0x10;
     std::fs::write(path, bytes).unwrap();
+    let file = File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
 }
 
 #[test]

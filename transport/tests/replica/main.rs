@@ -7,6 +7,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
 use driftless_transport::checkpoint::write_checkpoint;
@@ -305,6 +306,13 @@ fn lies_of_the_store_are_refused_and_the_old_version_stays() {
     fixture.assert_at(&replica, 2);
 }
 
+/// Writes a file as another program does a while later: within a tick of the clock, its date would stay what it was.
+fn write_later(path: &Path, bytes: &[u8]) {
+    fs::write(path, bytes).unwrap();
+    let file = fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
+}
+
 #[test]
 fn weights_touched_by_others_are_noticed_at_open() {
     let fixture = Fixture::new();
@@ -315,7 +323,7 @@ fn weights_touched_by_others_are_noticed_at_open() {
     let mut flipped = honest.clone();
     *flipped.last_mut().unwrap() ^= 1;
     for wrong in [&flipped[..], &honest[..honest.len() - 1], b""] {
-        fs::write(&path, wrong).unwrap();
+        write_later(&path, wrong);
         let error = Replica::open(fixture.path("r")).unwrap_err();
         assert!(matches!(error, Error::DamagedReplica { .. }), "{error}");
     }
@@ -334,7 +342,7 @@ fn weights_touched_by_others_are_noticed_before_the_next_delta() {
     *flipped.last_mut().unwrap() ^= 1;
     // Replaced by rename: an engine's map of the old file stays whole.
     let replace = |bytes: &[u8]| {
-        fs::write(fixture.path("new"), bytes).unwrap();
+        write_later(&fixture.path("new"), bytes);
         fs::rename(fixture.path("new"), &path).unwrap();
     };
     replace(&flipped);
