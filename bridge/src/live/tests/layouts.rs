@@ -2,6 +2,11 @@
 
 use super::*;
 
+/// Where the positions, new values and old values lie of a tensor that has them at bytes 64, 128 and 192.
+fn places(arrays: [u64; 3]) -> impl Fn(u64) -> u64 {
+    move |byte| arrays[(byte / 64 - 1) as usize]
+}
+
 #[test]
 fn many_blocks_are_shared_by_threads_and_all_is_taken_back() {
     // One large tensor: several turns of several threads.
@@ -19,11 +24,7 @@ fn many_blocks_are_shared_by_threads_and_all_is_taken_back() {
         serde_json::from_value(json!({"name": "w", "dtype": "U8", "shape": [1 << 20],
         "changed": positions.len(), "positions": 64, "new": 128, "old": 192}))
         .unwrap();
-    let at = |byte: u64| match byte {
-        64 => positions.as_ptr() as u64,
-        128 => new.as_ptr() as u64,
-        _ => old.as_ptr() as u64,
-    };
+    let at = places([positions.as_ptr() as u64, new.as_ptr() as u64, old.as_ptr() as u64]);
     let parts = part::Parts::new(&layout, &[tensor], at).unwrap();
     assert!(parts.blocks > 2 * 8);
     let expected: Vec<u8> = (0..1 << 20).map(|at| if at % 3 == 0 { 2 } else { 1 }).collect();
@@ -107,11 +108,7 @@ fn values_that_a_table_makes_alike_are_written_and_taken_back() {
     let tensor: PreparedTensor = serde_json::from_value(json!({"name": "w", "dtype": "BF16", "shape": [4],
         "changed": 2, "positions": 64, "new": 128, "old": 192}))
     .unwrap();
-    let at = |byte: u64| match byte {
-        64 => positions.as_ptr() as u64,
-        128 => new.as_ptr() as u64,
-        _ => old.as_ptr() as u64,
-    };
+    let at = places([positions.as_ptr() as u64, new.as_ptr() as u64, old.as_ptr() as u64]);
     let parts = part::Parts::new(&layout, &[tensor], at).unwrap();
     // SAFETY: the arrays and the storage are as the parts say.
     assert_eq!(unsafe { host::run(&parts, host::Task::Write) }, Found::default());
