@@ -450,6 +450,7 @@ fn deliver(
         let at = usize::from(*at) * size;
         value.copy_from_slice(&base[at..at + size]);
     }
+    let values = part.keep_old(positions.len() * size);
     for ((at, step), value) in positions.iter().zip(steps).zip(values.chunks_exact_mut(size)) {
         let old = element.load(value, 0);
         let new = element.stepped(old, step);

@@ -39,6 +39,7 @@ pub mod cuda;
 mod decode;
 mod digest;
 mod element;
+pub mod elements;
 mod encode;
 mod entropy;
 mod error;

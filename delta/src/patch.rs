@@ -23,11 +23,22 @@ struct PatchBlock {
 /// [`decode`](crate::decode).
 ///
 /// Applying it twice is applying it once, so it can be written to a journal first and replayed after a crash.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Patch {
     digests: DigestTable,
     changes: Changes<Vec<[u8; 2]>, Vec<u8>>,
+    /// Values of the single changes in the base, in order; none in a patch that was read back.
+    old: Vec<u8>,
 }
+
+/// Patches are equal that do the same, whatever they know of the base.
+impl PartialEq for Patch {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.digests, &self.changes) == (&other.digests, &other.changes)
+    }
+}
+
+impl Eq for Patch {}
 
 /// The journal form of a [`Patch`], checked, and applied from where it lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,6 +60,19 @@ struct Changes<P, V> {
     values: V,
 }
 
+/// What changes in one block of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockChanges<'a> {
+    /// The first element of the block.
+    pub first: usize,
+    /// Which of its elements change, counted from `first`, ascending, little-endian; `None`: all of them.
+    pub positions: Option<&'a [[u8; 2]]>,
+    /// Their new values, one after the other.
+    pub values: &'a [u8],
+    /// Their values in the base, all of which differ, where the patch was decoded and knows them.
+    pub old: Option<&'a [u8]>,
+}
+
 /// What changes in some blocks of a tensor, in ascending order.
 #[derive(Debug, Default)]
 pub(crate) struct Part {
@@ -57,6 +81,7 @@ pub(crate) struct Part {
     pub(crate) digests: Vec<Digest>,
     positions: Vec<[u8; 2]>,
     pub(crate) values: Vec<u8>,
+    old: Vec<u8>,
 }
 
 impl Part {
@@ -65,6 +90,7 @@ impl Part {
         self.digests.clear();
         self.positions.clear();
         self.values.clear();
+        self.old.clear();
     }
 
     /// Adds single changes at ascending `positions` of the block that [`Part::end_block`] will name. Returns
@@ -75,6 +101,16 @@ impl Part {
         let start = self.values.len();
         self.values.resize(start + positions.len() * element.size(), 0);
         &mut self.values[start..]
+    }
+
+    /// The place that [`Part::push_changes`] returned last holds the values in the base, which are kept; returns it once
+    /// more.
+    #[inline(always)]
+    pub(crate) fn keep_old(&mut self, bytes: usize) -> &mut [u8] {
+        let start = self.values.len() - bytes;
+        let values = &mut self.values[start..];
+        self.old.extend_from_slice(values);
+        values
     }
 
     /// The last `changed` single changes belong to `block`, whose digest changes by `digest`.
@@ -107,6 +143,7 @@ impl Patch {
         changes.blocks.clear();
         changes.positions.clear();
         changes.values.clear();
+        self.old.clear();
     }
 
     /// Adds what changes in blocks beyond those that the patch has.
@@ -119,6 +156,7 @@ impl Patch {
         self.changes.blocks.extend_from_slice(&part.blocks);
         self.changes.positions.extend_from_slice(&part.positions);
         self.changes.values.extend_from_slice(&part.values);
+        self.old.extend_from_slice(&part.old);
     }
 
     /// Number of elements that differ from the base.
@@ -134,7 +172,8 @@ impl Patch {
     /// Bytes of memory that the patch holds; it keeps them when another payload is decoded into it.
     pub fn memory(&self) -> usize {
         let Changes { blocks, positions, values, .. } = &self.changes;
-        blocks.capacity() * size_of::<PatchBlock>() + positions.capacity() * 2 + values.capacity()
+        let lists = blocks.capacity() * size_of::<PatchBlock>() + positions.capacity() * 2;
+        lists + values.capacity() + self.old.capacity()
     }
 
     /// Digests of the result.
@@ -148,6 +187,15 @@ impl Patch {
     /// [`Error::LengthMismatch`] if `tensor` is not as long as the base was; nothing is written then.
     pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
         self.changes.apply_to(tensor)
+    }
+
+    /// What changes, block by block, ascending.
+    pub fn blocks(&self) -> impl Iterator<Item = BlockChanges<'_>> {
+        let mut old = self.old.as_slice();
+        self.changes.blocks().map(move |block| {
+            let known = block.positions.and_then(|_| old.split_off(..block.values.len()));
+            BlockChanges { old: known, ..block }
+        })
     }
 
     /// Runs of consecutive changed bytes: byte offset in the tensor and new bytes, ascending and disjoint.
@@ -199,7 +247,7 @@ impl Patch {
         let Changes { element, elements, blocks, positions, values } = changes;
         let (positions, values) = (positions.to_vec(), values.to_vec());
         let changes = Changes { element, elements, blocks, positions, values };
-        Ok(Self { digests: DigestTable::from_bytes(digests)?, changes })
+        Ok(Self { digests: DigestTable::from_bytes(digests)?, changes, old: Vec::new() })
     }
 }
 
@@ -252,11 +300,6 @@ impl<'a> JournaledPatch<'a> {
     pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
         self.changes.apply_to(tensor)
     }
-
-    /// As [`Patch::byte_runs`].
-    pub fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.changes.byte_runs()
-    }
 }
 
 impl<P: AsRef<[[u8; 2]]>, V: AsRef<[u8]>> Changes<P, V> {
@@ -270,30 +313,34 @@ impl<P: AsRef<[[u8; 2]]>, V: AsRef<[u8]>> Changes<P, V> {
         Ok(())
     }
 
+    fn blocks(&self) -> impl Iterator<Item = BlockChanges<'_>> {
+        let (mut positions, mut values) = (self.positions.as_ref(), self.values.as_ref());
+        self.blocks.iter().map(move |block| {
+            let own = if block.whole { None } else { positions.split_off(..block.changed as usize) };
+            let elements = own.map_or_else(|| block_elements(self.elements, block.block), <[_]>::len);
+            let values = values.split_off(..elements * self.element.size()).unwrap_or_default();
+            BlockChanges { first: block.block * BLOCK_ELEMENTS, positions: own, values, old: None }
+        })
+    }
+
     /// As if for each of [`Changes::byte_runs`], but single changes cost less on their own than to be found
     /// in runs.
     #[inline(always)]
     fn apply_as(&self, element: Element, tensor: &mut [u8]) {
-        let block_bytes = BLOCK_ELEMENTS * element.size();
-        let (mut positions, mut values) = (self.positions.as_ref(), self.values.as_ref());
-        for block in &self.blocks {
-            let start = block.block * block_bytes;
-            let end = tensor.len().min(start + block_bytes);
+        let size = element.size();
+        for block in self.blocks() {
+            let start = block.first * size;
+            let end = tensor.len().min(start + BLOCK_ELEMENTS * size);
             let target = &mut tensor[start..end];
-            let elements = if block.whole { target.len() / element.size() } else { block.changed as usize };
-            let new = values.split_off(..elements * element.size()).unwrap_or_default();
-            if block.whole {
-                target.copy_from_slice(new);
+            let Some(positions) = block.positions else {
+                target.copy_from_slice(block.values);
                 continue;
-            }
-            let own = positions.split_off(..elements).unwrap_or_default();
+            };
             // Stores that miss the caches go one after the other, loads side by side.
-            std::hint::black_box(
-                own.iter().fold(0, |seen, at| seen | target[position(*at) * element.size()]),
-            );
-            for (at, new) in own.iter().zip(new.chunks_exact(element.size())) {
-                let at = position(*at) * element.size();
-                target[at..at + element.size()].copy_from_slice(new);
+            std::hint::black_box(positions.iter().fold(0, |seen, at| seen | target[position(*at) * size]));
+            for (at, new) in positions.iter().zip(block.values.chunks_exact(size)) {
+                let at = position(*at) * size;
+                target[at..at + size].copy_from_slice(new);
             }
         }
     }
@@ -326,7 +373,6 @@ impl<P: AsRef<[[u8; 2]]>, V: AsRef<[u8]>> Changes<P, V> {
 
     fn byte_ranges(&self, gap: u64) -> Vec<Range<u64>> {
         let size = self.element.size() as u64;
-        let mut positions = self.positions.as_ref();
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let mut last = 0..0;
         let mut add = |next: Range<u64>| {
@@ -336,13 +382,13 @@ impl<P: AsRef<[[u8; 2]]>, V: AsRef<[u8]>> Changes<P, V> {
                 last.end = next.end;
             }
         };
-        for block in &self.blocks {
-            let start = (block.block * BLOCK_ELEMENTS) as u64 * size;
-            if block.whole {
-                add(start..start + block_elements(self.elements, block.block) as u64 * size);
+        for block in self.blocks() {
+            let start = block.first as u64 * size;
+            let Some(positions) = block.positions else {
+                add(start..start + block.values.len() as u64);
                 continue;
-            }
-            for at in positions.split_off(..block.changed as usize).unwrap_or_default() {
+            };
+            for at in positions {
                 let at = start + position(*at) as u64 * size;
                 add(at..at + size);
             }
@@ -417,5 +463,11 @@ mod tests {
         let runs: Vec<_> = patch.byte_runs().map(|(offset, bytes)| (offset, bytes.len())).collect();
         assert_eq!(runs, [(start + 6, 4), (start + 131_070, 2), (start + block, 131_072)]);
         assert!(start > 1 << 33);
+        let blocks: Vec<_> =
+            patch.blocks().map(|block| (block.first, block.positions.map(<[_]>::len))).collect();
+        assert_eq!(blocks, [(elements - 2 * BLOCK_ELEMENTS, Some(3)), (elements - BLOCK_ELEMENTS, None)]);
+        let values: Vec<_> =
+            patch.blocks().map(|block| (block.values.len(), block.values[0], block.old)).collect();
+        assert_eq!(values, [(6, 0xcd, None), (BLOCK_ELEMENTS * 2, 7, None)]);
     }
 }

@@ -27,8 +27,10 @@ fn round_trip(element: Element, base: &[u8], new: &[u8], profile: Profile) -> us
     assert!(result == new);
     assert_eq!(patch.changed(), changed);
     assert_eq!(patch.digests(), &encoded.digests);
+    blocks_know(element, base, new, &patch);
     let journaled = Patch::from_bytes(&patch.to_bytes()).unwrap();
     assert_eq!(journaled, patch);
+    assert!(journaled.blocks().all(|block| block.old.is_none()), "a journal has no values of the base");
     let mut twice = result.clone();
     journaled.apply_to(&mut twice).unwrap();
     assert!(twice == new, "applying again changes nothing");
@@ -42,6 +44,29 @@ fn round_trip(element: Element, base: &[u8], new: &[u8], profile: Profile) -> us
     journaled.apply_to(&mut tensor).unwrap();
     assert!(tensor == new);
     payload.len()
+}
+
+/// The blocks of a decoded patch have the values of both sides, and nothing that is alike, but in whole blocks.
+fn blocks_know(element: Element, base: &[u8], new: &[u8], patch: &Patch) {
+    let size = element.size();
+    let mut seen = 0;
+    for block in patch.blocks() {
+        let Some(positions) = block.positions else {
+            let start = block.first * size;
+            assert_eq!((block.values, block.old), (&new[start..start + block.values.len()], None));
+            seen += block.values.chunks(size).zip(base[start..].chunks(size)).filter(|(a, b)| a != b).count();
+            continue;
+        };
+        let old = block.old.unwrap();
+        assert_eq!((positions.len() * size, old.len()), (block.values.len(), block.values.len()));
+        for (at, (after, before)) in positions.iter().zip(block.values.chunks(size).zip(old.chunks(size))) {
+            let at = (block.first + usize::from(u16::from_le_bytes(*at))) * size;
+            assert_eq!((after, before), (&new[at..at + size], &base[at..at + size]));
+            assert_ne!(after, before);
+        }
+        seen += positions.len();
+    }
+    assert_eq!(seen as u64, patch.changed());
 }
 
 fn element() -> impl Strategy<Value = Element> {

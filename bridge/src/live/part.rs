@@ -40,6 +40,7 @@ pub(super) struct Part {
     pub(super) dim: [[u64; 3]; DIMS_MAX],
 }
 
+#[cfg(any(feature = "cuda", test))]
 impl Part {
     /// Bytes of an element of the tensor: of the delta's old and new values.
     pub(super) fn value_bytes(&self) -> u64 {

@@ -61,9 +61,11 @@ pub struct Checkpoint {
     written: Option<Arc<writing::Outcome>>,
 }
 
+/// A weight file and its map, which later checkpoints of the same file share: pages that are mapped once stay so.
 struct Shard {
     path: PathBuf,
-    map: Mmap,
+    map: Arc<Mmap>,
+    device_and_inode: (u64, u64),
 }
 
 /// The weight files that a directory's index lists, or the one without an index.
@@ -132,7 +134,7 @@ impl Checkpoint {
     /// element type, [`Io`](driftless_store::Error::Io) and
     /// [`PermissionDenied`](driftless_store::Error::PermissionDenied) for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
-        let mut checkpoint = Self::open_shards(dir.into(), regular::open)?;
+        let mut checkpoint = Self::open_shards(dir.into(), &[], regular::open)?;
         checkpoint.files = read_files(&checkpoint.dir, Strays::Refused)?;
         Ok(checkpoint)
     }
@@ -143,21 +145,22 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::open`]; [`NotAFile`](driftless_store::Error::NotAFile) also for such a link.
     pub fn open_replica(dir: impl Into<PathBuf>) -> Result<Self> {
-        let mut checkpoint = Self::open_weights(dir)?;
+        let mut checkpoint = Self::open_weights(dir, None)?;
         checkpoint.read_files()?;
         Ok(checkpoint)
     }
 
-    /// [`Checkpoint::open_replica`] without the auxiliary files.
-    pub(crate) fn open_weights(dir: impl Into<PathBuf>) -> Result<Self> {
-        Self::open_shards(dir.into(), |path| regular::open_own(File::options().read(true), path))
+    /// [`Checkpoint::open_replica`] without the auxiliary files. Maps of the version `before` stay in use.
+    pub(crate) fn open_weights(dir: impl Into<PathBuf>, before: Option<&Self>) -> Result<Self> {
+        let before = before.map_or(&[][..], |before| &before.shards);
+        Self::open_shards(dir.into(), before, |path| regular::open_own(File::options().read(true), path))
     }
 
-    /// The weight files, each opened by `open`.
-    fn open_shards(dir: PathBuf, open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
+    /// The weight files, each opened by `open`, mapped anew unless they are among those `before`.
+    fn open_shards(dir: PathBuf, before: &[Shard], open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
         let listed = Listed::read(&dir)?;
-        let shards =
-            listed.names.iter().map(|name| Shard::open(&dir, name, &open)).collect::<Result<Vec<_>>>()?;
+        let shards = listed.names.iter().map(|name| Shard::open(&dir, name, before, &open));
+        let shards = shards.collect::<Result<Vec<_>>>()?;
         let headers =
             shards.iter().map(|shard| header::parse(&shard.path, &shard.map, shard.map.len() as u64));
         let found = listed.table(&dir, headers.collect::<Result<_>>()?)?;
@@ -256,11 +259,24 @@ impl fmt::Debug for Checkpoint {
 }
 
 impl Shard {
-    fn open(dir: &Path, name: &str, open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
+    fn open(
+        dir: &Path,
+        name: &str,
+        before: &[Self],
+        open: impl Fn(&Path) -> io::Result<File>,
+    ) -> Result<Self> {
         let path = dir.join(name);
         let file = open(&path).map_err(|source| no_shard(dir, name, source))?;
-        let map = map::map(&path, &file)?;
-        Ok(Self { path, map })
+        let found = file.metadata().map_err(|source| Error::io("inspect", &path, source))?;
+        let device_and_inode = (found.dev(), found.ino());
+        let is_this = |shard: &&Self| {
+            shard.device_and_inode == device_and_inode && shard.map.len() as u64 == found.len()
+        };
+        let map = match before.iter().find(is_this) {
+            Some(shard) => shard.map.clone(),
+            None => Arc::new(map::map(&path, &file)?),
+        };
+        Ok(Self { path, map, device_and_inode })
     }
 }
 

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use driftless_delta::patch::JournaledPatch;
+use driftless_delta::Patch;
+use driftless_delta::elements::Elements;
 use driftless_store::ContentDigest;
 use driftless_store::os::regular;
 use driftless_store::wait::lock;
@@ -77,7 +78,7 @@ impl Offer {
         match opened {
             Ok((path, file)) => {
                 let (end, made) = (AtomicU64::new(HEAD_BYTES as u64), Mutex::new(Ok(Some(Made::default()))));
-                Some(Offering { path, file, base, limit, end, made })
+                Some(Offering { path, file, base, limit, end, made, free: Mutex::default() })
             }
             Err(error) => {
                 let error = &error as &dyn std::error::Error;
@@ -170,56 +171,6 @@ fn unchanged(name: &str, tensor: &Tensor) -> PreparedTensor {
     PreparedTensor { name, dtype, shape, changed: 0, positions: 0, new: 0, old: 0 }
 }
 
-/// What changes in one tensor: the arrays of the file.
-struct Changes {
-    positions: Vec<u8>,
-    new: Vec<u8>,
-    old: Vec<u8>,
-}
-
-/// The elements of `old` that differ after all patches; `None` where positions of 32 bits do not name them.
-fn changes<B: AsRef<[u8]>>(tensor: &Tensor, old: &[u8], patches: &[(u64, B)]) -> Result<Option<Changes>> {
-    let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
-    let size = tensor.dtype.element().size();
-    if size as u64 != tensor.dtype.size() || u32::try_from(old.len() / size).is_err() {
-        return Ok(None);
-    }
-    let parsed = patches
-        .iter()
-        .map(|(offset, bytes)| Ok((*offset, JournaledPatch::from_bytes(bytes.as_ref()).map_err(codec)?)))
-        .collect::<Result<Vec<_>>>()?;
-    let mut found: Vec<(u32, &[u8])> = Vec::new();
-    for (offset, patch) in &parsed {
-        for (byte, run) in patch.byte_runs() {
-            // Below the tensor's length, which was compared with 32 bits.
-            let first = ((offset + byte) / size as u64) as u32;
-            found.extend((first..).zip(run.chunks_exact(size)));
-        }
-    }
-    if !found.is_sorted_by(|a, b| a.0 < b.0) {
-        // Several versions at once: of two values for one element the later one counts.
-        found.reverse();
-        found.sort_by_key(|(position, _)| *position);
-        found.dedup_by_key(|(position, _)| *position);
-    }
-    let mut changes = Changes { positions: Vec::new(), new: Vec::new(), old: Vec::new() };
-    for (position, new) in found {
-        let start = position as usize * size;
-        let before = old.get(start..start + size).ok_or_else(|| Error::TensorMismatch {
-            tensor: tensor.name.clone(),
-            what: "element that a patch changes",
-            expected: format!("below {}", old.len() / size),
-            found: position.to_string(),
-        })?;
-        if before != new {
-            changes.positions.extend_from_slice(&position.to_le_bytes());
-            changes.new.extend_from_slice(new);
-            changes.old.extend_from_slice(before);
-        }
-    }
-    Ok(Some(changes))
-}
-
 /// A delta that is written by several threads, and not offered yet.
 #[derive(Debug)]
 pub(crate) struct Offering {
@@ -232,6 +183,8 @@ pub(crate) struct Offering {
     end: AtomicU64,
     /// None once it cannot say what changes, or an error.
     made: Mutex<Result<Option<Made>>>,
+    /// Memory for the next tensors.
+    free: Mutex<Vec<Elements>>,
 }
 
 /// The tensors that change, by name, and the sum of their arrays' checksums.
@@ -243,12 +196,21 @@ struct Made {
 
 impl Offering {
     /// Adds what patches, each with the byte at which it begins, change in a tensor whose bytes are `old`.
-    pub(crate) fn add<B: AsRef<[u8]>>(&self, tensor: &Tensor, old: &[u8], patches: &[(u64, B)]) {
+    pub(crate) fn add(&self, tensor: &Tensor, old: &[u8], patches: &[(u64, Patch)]) {
         if patches.is_empty() || !matches!(&*self.made(), Ok(Some(_))) {
             return;
         }
-        let added = changes(tensor, old, patches)
-            .and_then(|changes| changes.map_or(Ok(None), |changes| self.write_arrays(tensor, &changes)));
+        let mut elements = lock(&self.free).pop().unwrap_or_default();
+        let element = tensor.dtype.element();
+        let added = match elements.take(element, old, patches) {
+            // Positions count what the codec counts.
+            Ok(true) if element.size() as u64 == tensor.dtype.size() => {
+                self.write_arrays(tensor, &mut elements)
+            }
+            Ok(_) => Ok(None),
+            Err(source) => Err(Error::Codec { tensor: tensor.name.clone(), source }),
+        };
+        lock(&self.free).push(elements);
         let mut made = self.made();
         match (added, &mut *made) {
             (Ok(Some((entry, checksum))), Ok(Some(made))) => {
@@ -266,24 +228,32 @@ impl Offering {
     }
 
     /// Writes the arrays of a tensor, and returns where, with their checksum; `None` beyond the limit.
-    fn write_arrays(&self, tensor: &Tensor, changes: &Changes) -> Result<Option<(PreparedTensor, u64)>> {
-        let arrays = [&changes.positions, &changes.new, &changes.old];
-        let mut bytes = Vec::with_capacity(arrays.iter().map(|array| array.len() + ALIGN as usize).sum());
-        let starts = arrays.map(|array| {
-            let start = bytes.len() as u64;
-            bytes.extend_from_slice(array);
-            bytes.resize(bytes.len().next_multiple_of(ALIGN as usize), 0);
-            start
-        });
-        let start = self.end.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        if start + bytes.len() as u64 > self.limit {
+    fn write_arrays(
+        &self,
+        tensor: &Tensor,
+        elements: &mut Elements,
+    ) -> Result<Option<(PreparedTensor, u64)>> {
+        let changed = elements.positions.len() as u64 / POSITION_BYTES;
+        let arrays = [&mut elements.positions, &mut elements.new, &mut elements.old];
+        let mut bytes = 0;
+        for array in &arrays {
+            bytes += array.len().next_multiple_of(ALIGN as usize) as u64;
+        }
+        let start = self.end.fetch_add(bytes, Ordering::Relaxed);
+        if start + bytes > self.limit {
             return Ok(None);
         }
-        self.write(&bytes, start)?;
-        let [positions, new, old] = starts.map(|at| start + at);
-        let changed = changes.positions.len() as u64 / POSITION_BYTES;
+        let (mut at, mut sum, mut starts) = (start, 0u64, [0; 3]);
+        for (array, place) in arrays.into_iter().zip(&mut starts) {
+            array.resize(array.len().next_multiple_of(ALIGN as usize), 0);
+            write_at(&self.path, &self.file, array, at)?;
+            sum = sum.wrapping_add(checksum(array, at));
+            *place = at;
+            at += array.len() as u64;
+        }
+        let [positions, new, old] = starts;
         let entry = PreparedTensor { changed, positions, new, old, ..unchanged(&tensor.name, tensor) };
-        Ok(Some((entry, checksum(&bytes, start))))
+        Ok(Some((entry, sum)))
     }
 
     /// Offers the delta, which leads to this version; `first`: before the checkpoint has it. True if it did.
@@ -312,10 +282,6 @@ impl Offering {
             }
         }
         matches!(offered, Ok(Some(_)))
-    }
-
-    fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
-        write_at(&self.path, &self.file, bytes, at)
     }
 }
 

@@ -164,8 +164,10 @@ impl Replica {
         let objects = objects::Objects::new(versions, fetch);
         let base =
             self.state.as_ref().filter(|_| versions.first().is_some_and(|first| self.is_base_of(first)));
-        let mut maps = base.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
         let offering = base.and_then(|base| begin(&mut self.offer, base));
+        // What is offered first is written behind: its page faults would only hold up the offer.
+        let written_now = base.filter(|_| offering.is_none() || !self.offers_first);
+        let mut maps = written_now.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
         let sealed = self.journal_publications(versions, &objects, &mut maps, offering.as_ref());
         let (journal, bytes) = (started.elapsed(), objects.fetched());
         let overwrite = self.carry_out(sealed, maps, offering)?;

@@ -9,8 +9,8 @@ use std::sync::Mutex;
 use driftless_delta::{Decoder, Patch};
 use driftless_store::wait::lock;
 
-/// What is larger is not kept: sixteen threads that have each seen an embedding would hold too much.
-const KEPT_BYTES: usize = 2 << 20;
+/// Memory of either kind that is kept at most.
+const KEPT_BYTES: usize = 256 << 20;
 
 /// What one thread decodes a tensor with: the decoder, and patches, each with the byte of the tensor at which
 /// it begins.
@@ -23,8 +23,15 @@ pub(super) struct Scratch {
 /// Scratch, and memory for patches in their journal form, that no thread uses at the moment.
 #[derive(Default)]
 pub(super) struct Buffers {
-    scratches: Mutex<Vec<Scratch>>,
-    bytes: Mutex<Vec<Vec<u8>>>,
+    scratches: Mutex<Kept<Scratch>>,
+    bytes: Mutex<Kept<Vec<u8>>>,
+}
+
+/// Values, each with the bytes that it holds.
+#[derive(Default)]
+struct Kept<T> {
+    values: Vec<(T, usize)>,
+    bytes: usize,
 }
 
 impl fmt::Debug for Buffers {
@@ -35,13 +42,12 @@ impl fmt::Debug for Buffers {
 
 impl Buffers {
     pub(super) fn take_scratch(&self) -> Scratch {
-        take(&self.scratches)
+        lock(&self.scratches).take()
     }
 
     pub(super) fn give_scratch(&self, scratch: Scratch) {
-        if scratch.patches.iter().map(|(_, patch)| patch.memory()).sum::<usize>() <= KEPT_BYTES {
-            give(&self.scratches, scratch);
-        }
+        let bytes = scratch.patches.iter().map(|(_, patch)| patch.memory()).sum();
+        lock(&self.scratches).give(scratch, bytes);
     }
 
     /// Gives all of it back.
@@ -52,22 +58,28 @@ impl Buffers {
     }
 
     pub(super) fn take_bytes(&self) -> Vec<u8> {
-        take(&self.bytes)
+        lock(&self.bytes).take()
     }
 
     pub(super) fn give_bytes(&self, bytes: Vec<u8>) {
-        if bytes.capacity() <= KEPT_BYTES {
-            give(&self.bytes, bytes);
-        }
+        let capacity = bytes.capacity();
+        lock(&self.bytes).give(bytes, capacity);
     }
 }
 
-fn take<T: Default>(from: &Mutex<Vec<T>>) -> T {
-    lock(from).pop().unwrap_or_default()
-}
+impl<T: Default> Kept<T> {
+    fn take(&mut self) -> T {
+        let Some((value, bytes)) = self.values.pop() else { return T::default() };
+        self.bytes -= bytes;
+        value
+    }
 
-fn give<T>(to: &Mutex<Vec<T>>, value: T) {
-    lock(to).push(value);
+    fn give(&mut self, value: T, bytes: usize) {
+        if self.bytes + bytes <= KEPT_BYTES {
+            self.bytes += bytes;
+            self.values.push((value, bytes));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -75,11 +87,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_comes_back_unless_it_is_large() {
+    fn memory_comes_back_unless_it_is_too_much() {
         let buffers = Buffers::default();
         buffers.give_bytes(Vec::with_capacity(1000));
-        buffers.give_bytes(Vec::with_capacity(KEPT_BYTES + 1));
+        buffers.give_bytes(Vec::with_capacity(KEPT_BYTES - 999));
         assert_eq!([buffers.take_bytes().capacity(), buffers.take_bytes().capacity()], [1000, 0]);
+        buffers.give_bytes(Vec::with_capacity(KEPT_BYTES));
+        assert_eq!(buffers.take_bytes().capacity(), KEPT_BYTES, "what was taken makes room");
         buffers.give_scratch(Scratch { patches: vec![(7, Patch::new())], ..Scratch::default() });
         assert_eq!([buffers.take_scratch().patches.len(), buffers.take_scratch().patches.len()], [1, 0]);
         buffers.give_bytes(Vec::with_capacity(1000));

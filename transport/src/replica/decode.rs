@@ -89,8 +89,14 @@ impl<'a> Deltas<'a> {
             check_digest(tensor, &new)?;
             table = Some(new);
         }
-        if let (Some(offering), Some((_, tensor))) = (self.offering, steps(versions, index).last()) {
-            offering.add(tensor, bytes, &patches);
+        if let (Some(offering), Some((_, tensor))) = (self.offering, steps(versions, index).last())
+            // Scratch that decoded nothing still has another tensor's patches.
+            && !patches.is_empty()
+        {
+            match between {
+                None => offering.add(tensor, bytes, &scratch.patches),
+                Some(_) => offering.add(tensor, bytes, &read_back(tensor, &patches)?),
+            }
         }
         buffers.give_scratch(scratch);
         Ok(Change { patches, digests: table.unwrap_or_default() })
@@ -184,6 +190,12 @@ fn decode_pieces(
         *offset = range.start as u64;
     }
     DigestTable::of(element, &result).map_err(codec)
+}
+
+/// Patches from their journal form.
+pub(super) fn read_back(tensor: &Tensor, patches: &[(u64, Vec<u8>)]) -> Result<Vec<(u64, Patch)>> {
+    let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
+    patches.iter().map(|(offset, bytes)| Ok((*offset, Patch::from_bytes(bytes).map_err(codec)?))).collect()
 }
 
 fn apply(tensor: &Tensor, patches: &[(u64, Patch)], bytes: &mut [u8]) -> Result<()> {

@@ -10,6 +10,7 @@ use std::time::Instant;
 use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Patch, Profile, decode, encode};
 use driftless_store::ContentDigest;
 
+use super::decode::read_back;
 use super::journal::{Record, Writer};
 use super::prefault::WriteMaps;
 use super::state::State;
@@ -111,7 +112,7 @@ fn journal(
 ) -> Result<u64> {
     let mut manifest = successor(state, next);
     let positions = next.tensors.iter().map(|name| position(&manifest, name)).collect::<Result<Vec<_>>>()?;
-    let mut journal = Writer::create(path)?;
+    let journal = Writer::create(path)?;
     let mut tables = state.tables.clone();
     // Of the tensors under way, what is offered once they are whole.
     let mut patches: BTreeMap<usize, Vec<(u64, Vec<u8>)>> = BTreeMap::new();
@@ -134,6 +135,7 @@ fn journal(
                 tables.insert(tensor.name.clone(), table);
                 manifest.changed += changed;
                 if let (Some(offering), Some(patches)) = (offering, patches.remove(&index)) {
+                    let patches = read_back(tensor, &patches)?;
                     offering.add(tensor, state.checkpoint.named(&tensor.name)?, &patches);
                 }
             }

@@ -390,8 +390,9 @@ impl Replica {
         sealed: Option<WriteMaps>,
         offering: Option<Offering>,
     ) -> Result<Option<(PendingSync, Duration)>> {
-        let redone =
-            redo::redo(&self.dir, &self.layout, sealed, offering).map_err(|error| self.classify(error))?;
+        let before = self.state.as_ref().map(|state| &*state.checkpoint);
+        let redone = redo::redo(&self.dir, &self.layout, before, sealed, offering)
+            .map_err(|error| self.classify(error))?;
         Ok(redone.map(|mut redone| {
             redone.pending.before = self.state.replace(redone.state);
             (redone.pending, redone.overwrite)
@@ -430,9 +431,10 @@ impl Replica {
         if offering.is_none() {
             self.offer.iter_mut().for_each(Offer::withdraw);
         }
-        if self.offers_first
-            && offering.is_some()
-            && let Some(state) = redo::ahead(&self.dir, &self.layout).map_err(|error| self.classify(error))?
+        let before = self.state.as_ref().filter(|_| self.offers_first && offering.is_some());
+        if let Some(before) = before
+            && let Some(state) = redo::ahead(&self.dir, &self.layout, &before.checkpoint)
+                .map_err(|error| self.classify(error))?
             && let Some(offering) = offering.take()
             && offering.finish(&state.manifest, state.applied.prepared(), true)
         {
@@ -529,7 +531,7 @@ impl Replica {
             // The copy is what will be served, so the copy is what gets checked.
             redo::hash_all(&Checkpoint::open(&staging)?, &committed.manifest)?
         };
-        let mut journal = Writer::create(&self.layout.journal())?;
+        let journal = Writer::create(&self.layout.journal())?;
         for name in &names {
             journal.push(Record::Install { name })?;
         }

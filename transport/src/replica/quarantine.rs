@@ -12,6 +12,7 @@ use driftless_store::Error as StoreError;
 use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{if_there, remove_dir, remove_file, rename, sync_dir};
 
+use super::journal;
 use super::own::weight_names;
 use super::state::{Applied, Copy, Layout, Marker, read_optional};
 use crate::error::{Error, Result};
@@ -91,8 +92,12 @@ pub(super) fn forget(layout: &Layout) {
     }
 }
 
-/// Gives up the weights that were set aside, but not the pin: their space is needed.
+/// Gives up the weights that were set aside, but not the pin, and what journals are written over: their space is
+/// needed.
 pub(super) fn make_room(layout: &Layout) {
+    if let Err(error) = journal::remove_spare(&layout.journal()) {
+        tracing::warn!(%error, "what journals are written over stays behind");
+    }
     let quarantine = layout.quarantine();
     for name in weight_names(&quarantine).unwrap_or_default() {
         if let Err(error) = remove_file(&quarantine.join(&name)) {

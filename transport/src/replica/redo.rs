@@ -41,6 +41,7 @@ pub(super) struct Redone {
 pub(super) fn redo(
     dir: &Path,
     layout: &Layout,
+    before: Option<&Checkpoint>,
     sealed: Option<WriteMaps>,
     offering: Option<Offering>,
 ) -> Result<Option<Redone>> {
@@ -61,7 +62,7 @@ pub(super) fn redo(
     withhold::take(layout)?;
     driftless_store::os::crash_point("follow.apply")?;
     move_files(dir, layout, &records)?;
-    let mut checkpoint = Checkpoint::open_weights(dir)?;
+    let mut checkpoint = Checkpoint::open_weights(dir, before)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
     if let Some(offering) = offering {
         let applied = Applied::of(&parsed.manifest, parsed.digest);
@@ -89,7 +90,7 @@ pub(super) fn redo(
 
 /// The state that the journal, which was just sealed, leads to, before a byte of it is carried out; `None` if
 /// it does more than overwrite weights.
-pub(super) fn ahead(dir: &Path, layout: &Layout) -> Result<Option<State>> {
+pub(super) fn ahead(dir: &Path, layout: &Layout, before: &Checkpoint) -> Result<Option<State>> {
     let path = layout.journal();
     let file = regular::open(&path).map_err(|source| Error::io("open", &path, source))?;
     let bytes = map::map(&path, &file)?;
@@ -103,14 +104,15 @@ pub(super) fn ahead(dir: &Path, layout: &Layout) -> Result<Option<State>> {
     let (copy, digests) = documents(&path, &records)?;
     let parsed = Copy::parse(copy)?;
     check_base(layout, &records, &parsed)?;
-    let checkpoint = Checkpoint::open_replica(dir)?;
+    let mut checkpoint = Checkpoint::open_weights(dir, Some(before))?;
+    checkpoint.read_files()?;
     check_tensors(&checkpoint, &parsed.manifest)?;
     adopt(checkpoint, parsed, digests).map(Some)
 }
 
 /// Removes the journal and what was staged for it.
 pub(super) fn drop_journal(layout: &Layout) -> Result<()> {
-    journal::remove(&layout.journal())?;
+    journal::retire(&layout.journal())?;
     remove_dir(&layout.staging())?;
     layout.sync()
 }
@@ -280,7 +282,11 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
             Record::File { name, bytes } => {
                 layout.replace(&withhold::place(layout, checked(name)?), bytes)?
             }
-            Record::Manifest(_) | Record::Digests(_) | Record::Patch { .. } | Record::Base(_) => continue,
+            Record::Manifest(_)
+            | Record::Digests(_)
+            | Record::Patch { .. }
+            | Record::Base(_)
+            | Record::Commit(_) => continue,
         }
         moved = true;
         driftless_store::os::crash_point("follow.apply")?;

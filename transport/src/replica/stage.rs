@@ -29,7 +29,7 @@ const SHARD_BYTES: u64 = 5_000_000_000;
 /// Bytes that decoding may hold at once, until they are written; one tensor that needs more passes alone.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
 /// Most threads that decode.
-const THREADS_MAX: usize = 16;
+const THREADS_MAX: usize = 32;
 fn bounds() -> Bounds {
     Bounds { threads: threads(THREADS_MAX), weight: IN_FLIGHT_BYTES }
 }
@@ -60,31 +60,35 @@ pub(super) fn journal_deltas(
     let turns = in_turn(all.flat_map(steps).flat_map(|(number, tensor)| places(number, &tensor.pieces)));
     let deltas = Deltas::new(base, versions, objects, buffers, offering);
     let prefault = maps.prefault(&base.checkpoint, &mostly_changed(versions)?);
-    let mut journal = Writer::create(path)?.expecting(journal_bytes(versions));
+    let journal = Writer::create(path)?.expecting(journal_bytes(versions));
     journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
     let mut tables = Tables::new();
-    let take = |index: usize, Change { patches, digests }: Change| {
+    let work = |index: usize| -> Result<_> {
+        let Change { patches, digests } = deltas.change(index, &prefault)?;
         let tensor = &tensors[index].name;
         for (offset, bytes) in patches {
             journal.push(Record::Patch { tensor, offset, bytes: &bytes })?;
             buffers.give_bytes(bytes);
         }
-        tables.insert(tensor.clone(), digests);
+        Ok(digests)
+    };
+    let take = |index: usize, digests| {
+        tables.insert(tensors[index].name.clone(), digests);
         Ok(())
     };
     thread::scope(|scope| {
         let _prefaulting = prefault.start(scope);
         let _fetching = objects.ahead(scope, turns);
-        as_they_come(&weights, bounds(), |index| deltas.change(index, &prefault), take)
+        as_they_come(&weights, bounds(), work, take)
     })?;
-    journal_files(&mut journal, &base.manifest.files, true, versions, objects)?;
+    journal_files(&journal, &base.manifest.files, true, versions, objects)?;
     seal(journal, last, &tables)
 }
 
 /// Journals the files of the last version that are not among `old` (with `keep`), and the removal of those it
 /// lacks.
 fn journal_files(
-    journal: &mut Writer,
+    journal: &Writer,
     old: &[File],
     keep: bool,
     versions: &[Committed],
@@ -144,7 +148,7 @@ pub(super) fn journal_full(
     let names = write_weights(staging, &infos, SHARD_BYTES, &mut |order, sink| {
         let weights: Vec<u64> = order.iter().map(|&index| infos[index].byte_len()).collect::<Result<_>>()?;
         let feed = |position: usize| Ok(order[position]);
-        let work = |index: usize| {
+        let work = |index: usize| -> Result<_> {
             let steps: Vec<&Tensor> = named.iter().map(|named| named[index].1).collect();
             full_tensor(versions, &steps, objects)
         };
@@ -165,19 +169,19 @@ pub(super) fn journal_full(
     sync_dir(staging)?;
     // A journal may survive only with what it installs: a name that is gone from here counts as installed.
     staging.parent().map_or(Ok(()), sync_dir)?;
-    let mut journal = Writer::create(path)?;
+    let journal = Writer::create(path)?;
     for name in &names {
         journal.push(Record::Install { name })?;
     }
     for name in stale.iter().filter(|name| !names.contains(name)) {
         journal.push(Record::Remove { name })?;
     }
-    journal_files(&mut journal, old_files, false, versions, objects)?;
+    journal_files(&journal, old_files, false, versions, objects)?;
     seal(journal, last, &tables)
 }
 
 /// Adds the manifest and the digest tables, and seals.
-pub(super) fn seal(mut journal: Writer, committed: &Committed, tables: &Tables) -> Result<()> {
+pub(super) fn seal(journal: Writer, committed: &Committed, tables: &Tables) -> Result<()> {
     let copy = Copy { digest: committed.digest, manifest: committed.manifest.clone() };
     journal.push(Record::Manifest(&copy.to_bytes()?))?;
     journal.push(Record::Digests(&digests_to_bytes(tables)))?;

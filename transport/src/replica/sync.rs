@@ -195,7 +195,8 @@ impl Replica {
         let before = self.state.replace(state);
         let work = move || {
             writing.hold(HOLD);
-            let redone = redo::redo(&dir, &layout, Some(maps), None)?;
+            let redone =
+                redo::redo(&dir, &layout, before.as_ref().map(|state| &*state.checkpoint), Some(maps), None)?;
             let Some(Redone { mut pending, overwrite, .. }) = redone else {
                 return Err(Error::Cancelled { what: "carrying out a journal" });
             };

@@ -4,11 +4,13 @@
 mod own;
 
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use driftless_store::os::watch::{self, Call};
 use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::publish::{Mode, Start};
@@ -430,16 +432,36 @@ fn no_flipped_byte_of_the_state_goes_unnoticed() {
 }
 
 #[test]
+fn maps_of_weights_stay_from_version_to_version() {
+    let fixture = Fixture::new();
+    let mut replica = fixture.replica("r", 0);
+    let place = |replica: &Replica| replica.checkpoint().unwrap().tensor(0).unwrap().as_ptr().addr();
+    let before = place(&replica);
+    for version in [1, 2] {
+        replica.advance(&fixture.run, MODEL, Version(version), None).unwrap();
+        assert_eq!(place(&replica), before);
+        fixture.assert_at(&replica, version);
+    }
+}
+
+#[test]
 fn a_full_disk_is_said_and_survived() {
     let fixture = Fixture::new();
     let state = |name: &str| fixture.path("r").join(".driftless").join(name);
     let mut replica = fixture.replica("r", 1);
     replica.sync().unwrap();
-    symlink("/dev/full", state("journal")).unwrap();
-    let error = replica.advance(&fixture.run, MODEL, Version(2), None).unwrap_err();
+    let full = state("journal.spare");
+    assert!(full.exists(), "kept from version 1");
+    watch::set(Some(Box::new(move |call, path| match call {
+        Call::Write if path == full => Err(ErrorKind::StorageFull.into()),
+        _ => Ok(()),
+    })));
+    let failed = replica.advance(&fixture.run, MODEL, Version(2), None);
+    watch::set(None);
+    let error = failed.unwrap_err();
     assert!(matches!(error, Error::Store(StoreError::NoSpace { .. })), "{error:?}");
     fixture.assert_at(&replica, 1);
-    assert!(!state("journal").exists());
+    assert!(!state("journal").exists() && !state("journal.spare").exists(), "their space is given back");
 
     let durably = |replica: &mut Replica| {
         replica.advance(&fixture.run, MODEL, Version(2), None)?;

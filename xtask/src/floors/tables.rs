@@ -33,7 +33,7 @@ pub(super) const HOUSES: &[House] = &[
             &["bits", "pool", "source"],
             &["payload", "table"],
             &["classes", "coder", "entropy", "patch"],
-            &["choose"],
+            &["choose", "elements"],
             &["decode", "segment"],
             &["encode"],
             &["bundle", "cuda"],

@@ -8,6 +8,7 @@
 
 mod apply;
 mod model;
+mod offer;
 mod publish;
 mod tensors;
 mod wire;
@@ -65,6 +66,7 @@ pub(crate) struct Options {
 enum Part {
     Wire,
     Apply,
+    Offer,
     Publish,
     Tensors,
 }
@@ -94,6 +96,9 @@ fn main() {
     }
     if wanted(Part::Apply) {
         apply::run(&options);
+    }
+    if wanted(Part::Offer) {
+        offer::run(&options);
     }
     if wanted(Part::Tensors) {
         tensors::run(&options);
