@@ -7,7 +7,7 @@ pub const BLOCK_ELEMENTS: usize = 65_536;
 
 /// Type of one element. It decides the size of a step, never whether bytes survive: every bit pattern
 /// round-trips.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Element {
     /// Opaque bytes (packed formats, integers): one element is one byte, and a step is the difference of two
     /// bytes.

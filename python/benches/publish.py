@@ -7,11 +7,15 @@ Weights have the shapes of Qwen3, as many layers as fit, and one step changes a 
 From host memory, `Publisher.publish` and the command ``driftless publish`` publish the same two states in turns: both
 report how long encoding and storing took, and what the call takes beyond that is Python's. The command is the Rust
 call, on a mapped checkpoint. From a GPU, versions are timed from the call to its return, which is later than the
-manifest; then a follower's checkpoint is compared with the tensors.
+manifest; then a follower's checkpoint is compared with the tensors. The first deltas behind a version in full, behind
+one by reference and after a restart are timed before that, with and without ``Publisher.prepare``. Before each delta the
+publisher has ``--pause`` seconds, in which a trainer would make a step, and the baseline on disk reaches the version
+before. Before the first delta the bench waits for that baseline, and then for ``--first-step`` seconds.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import struct
 import subprocess
@@ -25,6 +29,8 @@ import driftless_rl
 import torch
 
 HIDDEN, INNER, VOCABULARY = 2048, 6144, 151936
+# What a first delta is behind, and whether `prepare` was called.
+FIRSTS = [("full", False), ("reference", False), ("reference", True), ("resume", False), ("resume", True)]
 
 
 def shapes(gib: float) -> dict[str, tuple[int, ...]]:
@@ -111,11 +117,59 @@ def judge(what: str, found: float, most: float, unit: str = "") -> None:
     print(f"  {'pass' if found <= most else 'MISS'} {what}: {found:.2f}{unit} (<= {most}{unit})", flush=True)
 
 
+def timed(publisher: driftless_rl.Publisher, state: dict[str, torch.Tensor], arguments: argparse.Namespace) -> float:
+    """Seconds from the call to the return of the next delta."""
+    step(state, arguments.density)
+    time.sleep(arguments.pause)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    published = publisher.publish(state)
+    seconds = time.perf_counter() - start
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert published.device_bytes == size, (published.device_bytes, size)
+    return seconds
+
+
+def first_delta(state: dict[str, torch.Tensor], arguments: argparse.Namespace, root: Path, behind: str, prepared: bool) -> None:
+    """Deltas behind a version that came about in one of three ways."""
+    root.mkdir()
+    store, baseline = root / "store", root / "baseline"
+    if behind == "reference":
+        write({name: tensor.cpu() for name, tensor in state.items()}, root / "checkpoint")
+    publisher = driftless_rl.Publisher(store, "gpu", baseline_dir=baseline)
+    start = time.perf_counter()
+    if behind == "reference":
+        publisher.publish_reference(root / "checkpoint")
+    else:
+        publisher.publish(state)
+    if behind == "resume":
+        publisher.close()
+        start = time.perf_counter()
+        publisher = driftless_rl.Publisher(store, "gpu", resume=True, baseline_dir=baseline)
+    # Of no tensor it only waits for the baseline on disk.
+    publisher.prepare({})
+    begun = time.perf_counter() - start
+    start = time.perf_counter()
+    if prepared:
+        publisher.prepare(state)
+    made = time.perf_counter() - start
+    time.sleep(arguments.first_step)
+    times = [timed(publisher, state, arguments) for _ in range(4)]
+    publisher.close()
+    way = f"behind {behind}, {'prepared' if prepared else 'as it is'}"
+    deltas = ", ".join(f"{1e3 * seconds:.1f}" for seconds in times)
+    print(f"  {way}: begun in {begun:.2f} s, prepared in {made:.2f} s; deltas {deltas} ms", flush=True)
+    judge(f"first delta over the median of the next, {way}", times[0] / statistics.median(times[1:]), 10)
+
+
 def from_gpu(arguments: argparse.Namespace, root: Path) -> None:
     state = begin(arguments.gib, "cuda")
     size = sum(tensor.nbytes for tensor in state.values())
     name = torch.cuda.get_device_name()
     print(f"from a GPU ({name}): {size / 2**30:.2f} GiB in {len(state)} tensors, {arguments.density:.1%} a step", flush=True)
+    for behind, prepared in FIRSTS:
+        first_delta(state, arguments, root / "first", behind, prepared)
+        shutil.rmtree(root / "first")
     times, memory = [], anonymous()
     with driftless_rl.Publisher(root / "store", "gpu", baseline_dir=root / "baseline") as publisher:
         start = time.perf_counter()
@@ -124,7 +178,7 @@ def from_gpu(arguments: argparse.Namespace, root: Path) -> None:
         for turn in range(arguments.turns + 1):
             step(state, arguments.density)
             # The baseline on disk moves while a trainer computes its next step.
-            time.sleep(3)
+            time.sleep(arguments.pause)
             start = time.perf_counter()
             published = publisher.publish(state, step=turn)
             times.append(time.perf_counter() - start)
@@ -196,6 +250,8 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--pause", type=float, default=3, help="seconds before each delta")
+    parser.add_argument("--first-step", type=float, default=7, help="more of them before the first one")
     parser.add_argument("--dir", help="where the store and the checkpoints go, removed afterwards")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as root:

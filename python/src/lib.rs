@@ -5,6 +5,7 @@
 //! | `work` | runs calls without the interpreter's lock, with Ctrl-C, forks and the interpreter's end in mind |
 //! | `tensor` | borrows the memory of numpy arrays and torch tensors |
 //! | `publisher` | publishes them |
+//! | `gpu` | the GPUs that they are encoded on |
 //! | `fleet` | samples from engines |
 //! | `follower` | keeps a checkpoint directory at the newest version |
 //! | `codec` | deltas of single tensors |
@@ -16,6 +17,7 @@ mod codec;
 mod error;
 mod fleet;
 mod follower;
+mod gpu;
 mod live;
 mod log;
 mod publisher;

@@ -1,10 +1,12 @@
 //! `Publisher`: tensors of a trainer in Python, published from where they lie.
 
 use crate::error::{self, named, transport};
+use crate::gpu::Gpus;
 use crate::tensor::{self, Borrowed, Remote};
 use crate::work::{self, Held};
 use driftless::command;
-use driftless::delta::cuda::{self, Codec};
+use driftless::delta::Element;
+use driftless::delta::cuda;
 use driftless::http::Followers;
 use driftless::store::Store;
 use driftless::store::wait::Stop;
@@ -79,10 +81,8 @@ pub(crate) struct Publisher {
     files: Vec<AuxFile>,
     rank: Option<(u32, u32)>,
     join_deadline: Duration,
-    /// Where a device keeps the base of the next delta; `None`: tensors on devices are copied to the host.
-    base: Option<BaseMemory>,
-    /// The devices that tensors lay on so far, and why nothing is encoded there.
-    devices: Mutex<BTreeMap<usize, Option<String>>>,
+    model: String,
+    gpus: Gpus,
     /// The switch of the call under way.
     stop: Mutex<Stop>,
 }
@@ -112,6 +112,7 @@ struct Settings {
     rank: Option<(u32, u32)>,
     join_deadline: f64,
     device_base: String,
+    gpu: Option<usize>,
 }
 
 /// `resume=`.
@@ -142,16 +143,20 @@ impl Publisher {
     fn new(py: Python<'_>, settings: Settings) -> PyResult<Self> {
         let files = files(&settings)?;
         let join_deadline = error::seconds("join_deadline", settings.join_deadline)?;
-        let (rank, base) = (settings.rank, named("device_base", &BASES, &settings.device_base)?);
+        let (rank, model, gpu) = (settings.rank, settings.model.clone(), settings.gpu);
+        let gpus = Gpus::new(named("device_base", &BASES, &settings.device_base)?);
         if let Some((rank, ranks)) = rank.filter(|(rank, ranks)| rank >= ranks) {
             let expected = format!("one from 0 on and below ranks, which is {ranks}");
             return Err(error::usage("rank", &expected, &rank.to_string()));
         }
         let stop = Stop::new();
-        let inner = work::run(py, &stop, || open(settings, join_deadline, &stop))??;
+        let inner = work::run(py, &stop, || {
+            let mut inner = open(settings, join_deadline, &stop)?;
+            gpu.into_iter().for_each(|gpu| gpus.warm_up(&mut inner, &model, gpu));
+            Ok::<_, PyErr>(inner)
+        })??;
         let held = Held::new("Publisher", inner);
-        let devices = Mutex::default();
-        Ok(Self { held, files, rank, join_deadline, base, devices, stop: Mutex::new(stop) })
+        Ok(Self { held, files, rank, join_deadline, model, gpus, stop: Mutex::new(stop) })
     }
 
     /// Refuses another process than the one that opened it, and one that was closed.
@@ -175,7 +180,7 @@ impl Publisher {
     ) -> PyResult<(Option<Published>, Option<String>)> {
         let mode = named("mode", &[("delta", Mode::Delta), ("full", Mode::Full)], mode)?;
         let step = Step { trainer_step: step, checkpoint };
-        let tensors = Tensors::new(tensors, &self.files, self.base.is_some())?;
+        let tensors = Tensors::new(tensors, &self.files, self.gpus.encode())?;
         let rank = match (self.rank, attempt) {
             (None, None) => None,
             (Some((rank, ranks)), Some(attempt)) => Some(Rank { rank, ranks, attempt }),
@@ -192,7 +197,7 @@ impl Publisher {
             return Err(error::tensor(&slice.tensor.name, "what is given of it", expected, "a slice"));
         }
         self.cancellable(py, |inner| {
-            let because = self.open_devices(inner, &tensors);
+            let because = self.gpus.open(inner, tensors.on_gpus());
             let published = match rank {
                 None => Some(inner.publish(&tensors, step, mode)?),
                 Some(rank) => {
@@ -206,10 +211,28 @@ impl Publisher {
         })
     }
 
-    fn publish_reference(&self, py: Python<'_>, checkpoint: PathBuf, step: u64) -> PyResult<Published> {
+    fn publish_reference(
+        &self,
+        py: Python<'_>,
+        checkpoint: PathBuf,
+        step: u64,
+        gpu: Option<usize>,
+    ) -> PyResult<Published> {
         let step = Step { trainer_step: step, checkpoint: Some(checkpoint.display().to_string()) };
         self.cancellable(py, |inner| {
-            inner.publish_reference(&checkpoint, step).map(|done| Published::new(done, 0))
+            let done = inner.publish_reference(&checkpoint, step)?;
+            gpu.into_iter().for_each(|gpu| self.gpus.warm_up(inner, &self.model, gpu));
+            Ok(Published::new(done, 0))
+        })
+    }
+
+    /// Why the tensors' GPUs are not ready, if they are not.
+    fn prepare(&self, py: Python<'_>, tensors: Vec<Given<'_>>) -> PyResult<Option<String>> {
+        let tensors = Tensors::new(tensors, &self.files, self.gpus.encode())?;
+        self.cancellable(py, |inner| {
+            let because = self.gpus.open(inner, tensors.on_gpus());
+            inner.place_bases(&Sliced::new(&tensors, tensors.slices.clone())?)?;
+            Ok(because.or_else(|| inner.device_use().host_because.clone()))
         })
     }
 
@@ -226,26 +249,6 @@ impl Publisher {
 impl Publisher {
     fn stop(&self) -> std::sync::MutexGuard<'_, Stop> {
         self.stop.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Opens the devices that tensors lie on, and says why one of them cannot be used.
-    fn open_devices(&self, inner: &mut Inner, tensors: &Tensors<'_>) -> Option<String> {
-        let base = self.base?;
-        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut because = None;
-        for (memory, tensor) in tensors.memory.iter().filter_map(|memory| Some((memory, memory.on_device()?)))
-        {
-            let opened = devices.entry(tensor.device()).or_insert_with(|| {
-                let open = |codec: Codec| {
-                    // Some seconds, which the first delta would take longer.
-                    codec.prepare(memory.info().dtype.element())?;
-                    inner.encode_on(codec, base)
-                };
-                Codec::open(tensor.device()).and_then(open).err().map(|error: cuda::Error| error.to_string())
-            });
-            because = because.or_else(|| opened.clone());
-        }
-        because
     }
 
     /// Runs a publication that Ctrl-C and `cancel` can end.
@@ -330,6 +333,12 @@ impl<'a> Tensors<'a> {
         let (slices, memory): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let infos = slices.iter().map(|slice: &Slice| slice.tensor.clone()).collect();
         Ok(Self { infos, slices, memory, files })
+    }
+
+    /// The GPU, and the elements, of each tensor that lies on one.
+    fn on_gpus(&self) -> impl Iterator<Item = (usize, Element)> {
+        let place = |memory: &Memory| Some((memory.on_device()?.device(), memory.info().dtype.element()));
+        self.memory.iter().filter_map(place)
     }
 }
 

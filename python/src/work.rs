@@ -88,6 +88,17 @@ pub(crate) fn run<T: Send>(py: Python<'_>, stop: &Stop, work: impl FnOnce() -> T
     })
 }
 
+/// Runs `work`, some seconds of it, on a thread that only the interpreter's end waits for.
+pub(crate) fn beside(work: impl FnOnce() + Send + 'static) {
+    let listed = Listed::new(&Stop::new());
+    let spawned = std::thread::Builder::new().name("driftless".to_owned()).spawn(move || {
+        let _listed = listed;
+        work();
+    });
+    // Without the thread it is done when it is needed.
+    drop(spawned);
+}
+
 /// Something with threads, locks and connections, which are those of one process. Its calls use it one at a
 /// time ([`Held::with`]), or each a handle of it ([`Held::get`]); a value is used in one of the two ways,
 /// because the second waits for the first.

@@ -85,10 +85,28 @@ def test_tensors_of_a_gpu_that_cannot_be_used_are_copied_to_the_host_and_that_is
     assert found["gpu"][2] == content(weight) and found["host"][2] == content(other)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a tensor on a GPU has no memory there")
+def test_prepare_copies_nothing_to_the_host_and_says_which_gpu_cannot_be_used(store):
+    weight = torch.randn(300, 7).bfloat16()
+    on_gpu = OnGpu(weight)
+    with store.publisher() as publisher:
+        publisher.publish({"gpu": weight})
+    with store.publisher(resume=True) as publisher:
+        with pytest.warns(RuntimeWarning, match="copied to the host to be published: .*(libcuda|CUDA)"):
+            publisher.prepare({"gpu": on_gpu})
+        assert on_gpu.copies == 0
+        weight[3] += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert publisher.publish({"gpu": on_gpu}).version == 1
+    assert store.follow()["gpu"][2] == content(weight)
+
+
 def test_device_base_off_copies_to_the_host_without_a_word(store):
     weight = torch.randn(300, 7).bfloat16()
     with store.publisher(device_base="off") as publisher, warnings.catch_warnings():
         warnings.simplefilter("error")
+        publisher.prepare({"gpu": OnGpu(weight)})
         publisher.publish({"gpu": OnGpu(weight)})
     assert store.follow()["gpu"][2] == content(weight)
 

@@ -146,6 +146,7 @@ class Publisher:
                 "device_base": device_base,
                 "rank": None if rank is None else (rank, ranks),
                 "join_deadline": join_deadline,
+                "gpu": _gpu(),
             }
         )
         self._lock = threading.Lock()
@@ -209,19 +210,33 @@ class Publisher:
             ForkedError: the publisher belongs to the parent of this process.
             KeyboardInterrupt: Ctrl-C. The version before stays the newest, unless this one was being committed.
         """
-        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        given = [
-            (name, value.tensor, (list(value.shape), value.start)) if isinstance(value, Slice) else (name, value, None)
-            for name, value in pairs
-        ]
-        _synchronize(tensor for _, tensor, _ in given)
-        published, because = self._native.publish(given, step, mode, checkpoint, attempt)
-        if because is not None and not self._warned:
-            self._warned = True
-            warnings.warn(f"tensors on a GPU are copied to the host to be published: {because}", RuntimeWarning, stacklevel=2)
+        published, because = self._native.publish(_given(tensors), step, mode, checkpoint, attempt)
+        self._warn(because)
         if published is not None:
             self._say(published.left_out)
         return published
+
+    def prepare(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Makes GPUs ready for the first delta behind ``publish_reference`` or ``resume=True``, which does so otherwise.
+
+        It compiles what encodes, and copies the newest version to where the next delta starts from. Tensors that are what
+        that version has, as those of a checkpoint that was just loaded, are copied on the GPU; of others the bytes come
+        from the baseline. The first call waits until that is on disk. The memory is taken now, before the first step of
+        the optimiser takes its own.
+
+        Args:
+            tensors: what is to be published next, as for ``publish``.
+
+        Raises:
+            TensorError, BusyError, ForkedError, KeyboardInterrupt: as ``publish``.
+        """
+        self._warn(self._native.prepare(_given(tensors)))
+
+    def _warn(self, because: str | None) -> None:
+        """Says once why the host has to encode tensors."""
+        if because is not None and not self._warned:
+            self._warned = True
+            warnings.warn(f"tensors on a GPU are copied to the host to be published: {because}", RuntimeWarning, stacklevel=3)
 
     def _say(self, left_out: Mapping[str, str]) -> None:
         """Says of each tensor once that it is left out."""
@@ -265,7 +280,7 @@ class Publisher:
         Raises:
             UsageError: the run has a version already.
         """
-        return self._native.publish_reference(checkpoint, step)
+        return self._native.publish_reference(checkpoint, step, _gpu())
 
     def cancel(self) -> None:
         """Ends the publication that is under way, before its next tensor: it raises ``CancelledError``."""
@@ -284,6 +299,26 @@ class Publisher:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _given(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[tuple[str, Any, tuple[list[int], int] | None]]:
+    """Tensors as they are passed on, when nothing on a GPU writes to them any more."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    given = [
+        (name, value.tensor, (list(value.shape), value.start)) if isinstance(value, Slice) else (name, value, None)
+        for name, value in pairs
+    ]
+    _synchronize(tensor for _, tensor, _ in given)
+    return given
+
+
+def _gpu() -> int | None:
+    """The GPU that this thread of a trainer works on, if it works on one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    _load_runtime_compiler()
+    return torch.cuda.current_device()
 
 
 def _synchronize(tensors: Iterable[Any]) -> None:

@@ -452,7 +452,7 @@ fn publish(arguments: &Arguments) {
             publisher.encode_on(codec, BaseMemory::Device).unwrap();
         }
         let (mut until_snapshot, mut until_manifest) = (Vec::new(), Vec::new());
-        // The first on the device has no base there, and the next allocates.
+        // The first on the device makes its base there, and the next allocates.
         for turn in 0..turns + 2 {
             assert!(matches!(learner.step(&batch).unwrap(), Stepped::Done(_)));
             batch.rollout_id += 1;

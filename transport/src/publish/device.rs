@@ -5,6 +5,8 @@
 //!
 //! - The base moves after a commit, not before. It is a copy of the tensor that was published, and its digest
 //!   is the published one: a tensor that somebody has written to meanwhile has no base.
+//! - A base that is missing, behind a reference or a restart, is made of the tensor if its digest is that of the
+//!   version before, and else of the baseline's bytes. The copy's digest decides here too.
 //! - The base of a whole tensor is trusted if its digests add up to that in the manifest of the version that
 //!   the delta starts from.
 //! - The codec digests the new tensor where it lies. So a bit that flipped in a base or in its digests shows,
@@ -12,30 +14,22 @@
 //!
 //! What cannot be encoded on its device is copied to the host and encoded there.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::Arc;
 
-use driftless_delta::cuda::{self, Codec, Tensor};
-use driftless_delta::{Digest, DigestTable};
-use driftless_store::wait::lock;
+use driftless_delta::Digest;
+use driftless_delta::cuda::{self, Codec, Part, Pool, Source, Tensor};
+use driftless_store::pool::{Bounds, as_they_come};
+use driftless_store::wait::Stop;
 
 use super::encode::{BaseView, Coder, Done, Payloads};
 use super::finite;
 use super::shard::{Shard, Slice};
+use crate::error::{Error, Result as OrError};
 use crate::manifest::{Base, Kind};
 
-/// Codecs of one device that work at the same time: most tensors are too small to occupy it alone.
-const CODECS: usize = 4;
-
-/// Where a device keeps the base of the next deltas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum BaseMemory {
-    /// In its own memory, as much as the model takes; what finds no room there, in the host's.
-    #[default]
-    Device,
-    /// In pinned memory of the host, which kernels read over the bus.
-    Host,
-}
+pub use driftless_delta::cuda::BaseMemory;
 
 /// What became of the tensors of a publication that lie on devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -53,39 +47,28 @@ pub struct DeviceUse {
 /// The devices that a publisher encodes on.
 #[derive(Debug, Default)]
 pub(super) struct Devices {
-    streams: BTreeMap<usize, Streams>,
-    /// What was published last, by name and first element.
-    bases: BTreeMap<(String, u64), Arc<Kept>>,
+    pools: BTreeMap<usize, Pool>,
+    /// What was published last.
+    bases: BTreeMap<Key, Arc<cuda::Base>>,
     /// The version that the bases are of.
     version: Option<Base>,
     /// What became of the last publication.
     pub(super) used: DeviceUse,
 }
 
-#[derive(Debug)]
-struct Streams {
-    codecs: Vec<Mutex<Codec>>,
-    memory: BaseMemory,
+/// A tensor's name, and the first element of a slice of it.
+type Key = (String, u64);
+
+fn key(slice: &Slice) -> Key {
+    (slice.tensor.name.clone(), slice.start)
 }
 
-impl Streams {
-    /// A codec that nobody uses, or else the first.
-    fn codec(&self) -> Option<MutexGuard<'_, Codec>> {
-        let free = self.codecs.iter().find_map(|codec| match codec.try_lock() {
-            Ok(codec) => Some(codec),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        });
-        free.or_else(|| self.codecs.first().map(lock))
-    }
+fn part(slice: &Slice) -> Part {
+    Part { element: slice.tensor.dtype.element(), first: slice.first() }
 }
 
-/// What was published last of a slice.
-#[derive(Debug)]
-struct Kept {
-    base: Tensor,
-    /// Of the slice by itself: its first element is element 0.
-    table: DigestTable,
+fn no_base(slice: &Slice, error: &cuda::Error) -> String {
+    format!("tensor `{}` has no base on its device: {error}", slice.tensor.name)
 }
 
 /// A slice that can be encoded where it lies.
@@ -93,8 +76,16 @@ struct Kept {
 pub(super) struct DeviceJob<'a> {
     slice: &'a Slice,
     new: &'a Tensor,
-    kept: &'a Kept,
-    streams: &'a Streams,
+    kept: &'a cuda::Base,
+    pool: &'a Pool,
+}
+
+/// A base that is to be made: of one slice, or of several that lie at one place and were one.
+struct Missing<'a> {
+    slice: &'a Slice,
+    new: &'a Tensor,
+    pool: &'a Pool,
+    keys: Vec<Key>,
 }
 
 /// Why a slice is encoded on the host; `None` where that is usual.
@@ -106,11 +97,60 @@ impl Devices {
     /// # Errors
     /// What the driver says.
     pub(super) fn add(&mut self, codec: Codec, memory: BaseMemory) -> cuda::Result<()> {
-        let device = codec.device();
-        let others = (1..CODECS).map(|_| codec.fork()).collect::<cuda::Result<Vec<_>>>()?;
-        let codecs = std::iter::once(codec).chain(others).map(Mutex::new).collect();
-        self.streams.insert(device, Streams { codecs, memory });
+        self.pools.insert(codec.device(), Pool::new(codec, memory)?);
         Ok(())
+    }
+
+    /// Makes the bases that are missing of slices that are to be encoded against `base`. Returns why there is none
+    /// of a slice that might have one: the first reason.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`].
+    pub(super) fn complete(
+        &mut self,
+        shard: &dyn Shard,
+        chosen: &[usize],
+        base: &BaseView<'_>,
+        threads: usize,
+        stop: &Stop,
+    ) -> OrError<Because> {
+        let Self { pools, bases, version, .. } = self;
+        if *version != base.version() {
+            bases.clear();
+            *version = base.version();
+        }
+        let mut missing = BTreeMap::new();
+        for &index in chosen {
+            let slice = &shard.slices()[index];
+            let Some(new) = shard.on_device(index).filter(|new| new.bytes() > 0) else { continue };
+            let Some(pool) = pools.get(&new.device()) else { continue };
+            if bases.get(&key(slice)).is_some_and(|kept| kept.tensor.device() == new.device()) {
+                continue;
+            }
+            if let Ok((_, table)) = base.tensor(&slice.tensor) {
+                // The largest first: none is left to one thread when the others are done.
+                let form = (Reverse(new.bytes()), slice.tensor.dtype, slice.start);
+                let place = (form, new.address(), table.total().to_bytes());
+                let one = || Missing { slice, new, pool, keys: Vec::new() };
+                missing.entry(place).or_insert_with(one).keys.push(key(slice));
+            }
+        }
+        let missing: Vec<Missing<'_>> = missing.into_values().collect();
+        let weights: Vec<u64> = missing.iter().map(|missing| missing.new.bytes() as u64).collect();
+        let mut why = None;
+        let work = |at: usize| match stop.is_stopped() {
+            true => Err(Error::Cancelled { what: "the publication" }),
+            false => Ok(missing[at].make(base)),
+        };
+        let bounds = Bounds { threads, weight: u64::MAX };
+        as_they_come(&weights, bounds, work, |at, made| {
+            match made.map(Arc::new) {
+                Ok(made) => bases.extend(missing[at].keys.iter().map(|key| (key.clone(), Arc::clone(&made)))),
+                Err(because) => why = why.take().or(because),
+            }
+            Ok(())
+        })?;
+        Ok(why)
     }
 
     /// The slice at `index` as something to be encoded where it lies, if it lies on a device and can be.
@@ -144,7 +184,7 @@ impl Devices {
         coder: &Coder,
     ) -> Result<DeviceJob<'a>, Because> {
         let name = &slice.tensor.name;
-        let Some(streams) = self.streams.get(&new.device()) else {
+        let Some(pool) = self.pools.get(&new.device()) else {
             return Err(Some(format!("device {} was not added to the publisher", new.device())));
         };
         if !coder.allow_non_finite && finite::is_opaque(slice.tensor.dtype) {
@@ -159,24 +199,23 @@ impl Devices {
         else {
             return Err(None);
         };
-        let kept = self.bases.get(&(name.clone(), slice.start));
-        let Some(kept) = kept.filter(|kept| kept.base.device() == new.device()) else { return Err(None) };
-        if coder.plan.kind != Kind::Delta || coder.plan.anchor || kept.base.bytes() != new.bytes() {
+        let kept = self.bases.get(&key(slice));
+        let Some(kept) = kept.filter(|kept| kept.tensor.device() == new.device()) else { return Err(None) };
+        if coder.plan.kind != Kind::Delta || coder.plan.anchor || kept.tensor.bytes() != new.bytes() {
             return Err(None);
         }
         // What is wrong with the baseline's table, the host says.
         let (_, table) = base.tensor(&slice.tensor).map_err(|_| None)?;
-        if slice.is_whole().map_err(|_| None)? && kept.table.total() != table.total() {
+        if slice.is_whole().map_err(|_| None)? && kept.digests.total() != table.total() {
             return Err(Some(format!("a bit flipped in the digests of the base of tensor `{name}`")));
         }
-        Ok(DeviceJob { slice, new, kept, streams })
+        Ok(DeviceJob { slice, new, kept, pool })
     }
 
     /// Digest of a slice where it lies, if it lies on one of the devices.
     pub(super) fn digest(&self, shard: &dyn Shard, index: usize) -> Option<Digest> {
         let tensor = shard.on_device(index)?;
-        let mut codec = self.streams.get(&tensor.device())?.codec()?;
-        share(&mut codec, &shard.slices()[index], tensor).ok()
+        self.pools.get(&tensor.device())?.digest(part(&shard.slices()[index]), tensor).ok()
     }
 
     /// Whether two slices lie at one place of a device.
@@ -193,71 +232,38 @@ impl Devices {
         for Done { index, twins, digest } in done {
             let slice = &shard.slices()[*index];
             let Some(new) = shard.on_device(*index).filter(|new| new.bytes() > 0) else { continue };
-            let Some(streams) = self.streams.get(&new.device()) else { continue };
-            let key = |index: usize| {
-                let Slice { tensor, start, .. } = &shard.slices()[index];
-                (tensor.name.clone(), *start)
-            };
-            let same = twins.iter().copied().chain([*index]).map(key);
+            let Some(pool) = self.pools.get(&new.device()) else { continue };
+            let same = twins.iter().chain([index]).map(|&index| key(&shard.slices()[index]));
             // Unless another tensor's base is the same.
             let room =
                 same.clone().filter_map(|key| old.remove(&key)).fold(None, |_, kept| Arc::into_inner(kept));
-            match streams.keep(slice, new, room.map(|kept| kept.base), *digest) {
-                Ok(kept) => {
+            match pool.keep(part(slice), Source::Device(new), room.map(|kept| kept.tensor)) {
+                Ok((kept, found)) if found == *digest => {
                     let kept = Arc::new(kept);
                     self.bases.extend(same.map(|key| (key, Arc::clone(&kept))));
                 }
-                Err(why) => self.used.note(Some(why)),
+                Ok(_) => {
+                    let name = &slice.tensor.name;
+                    let why = format!("tensor `{name}` was written to before its publication had ended");
+                    self.used.note(Some(why));
+                }
+                Err(error) => self.used.note(Some(no_base(slice, &error))),
             }
         }
     }
 }
 
-impl Streams {
-    /// Copies what was published with this digest, into `room` if it suits.
-    fn keep(
-        &self,
-        slice: &Slice,
-        new: &Tensor,
-        room: Option<Tensor>,
-        published: Digest,
-    ) -> Result<Kept, String> {
-        let name = &slice.tensor.name;
-        let failed = |error: cuda::Error| format!("tensor `{name}` has no base on its device: {error}");
-        let Some(mut codec) = self.codec() else { return Err("there is no codec".to_owned()) };
-        let suits = |room: &Tensor| room.bytes() == new.bytes() && room.device() == new.device();
-        let base = match room.filter(suits) {
-            Some(room) => Ok(room),
-            None => self.allocate(&codec, new.bytes()),
-        };
-        let mut base = base.map_err(failed)?;
-        codec.copy(new, &mut base).map_err(failed)?;
-        let table = codec.digest(slice.tensor.dtype.element(), 0, &base).map_err(failed)?;
-        let found =
-            if slice.start == 0 { table.total() } else { share(&mut codec, slice, &base).map_err(failed)? };
-        if found != published {
-            return Err(format!("tensor `{name}` was written to before its publication had ended"));
-        }
-        Ok(Kept { base, table })
+impl Missing<'_> {
+    fn make(&self, base: &BaseView<'_>) -> Result<cuda::Base, Because> {
+        let Self { slice, new, pool, .. } = self;
+        let failed = |error: cuda::Error| Some(no_base(slice, &error));
+        let now = pool.digest(part(slice), new).map_err(failed)?;
+        // What is wrong with the baseline, the host says.
+        let (bytes, expected) = base.slice(slice).map_err(|_| None)?;
+        let source = if now == expected { Source::Device(new) } else { Source::Host(bytes) };
+        let (made, found) = pool.keep(part(slice), source, None).map_err(failed)?;
+        if found == expected { Ok(made) } else { Err(None) }
     }
-
-    fn allocate(&self, codec: &Codec, bytes: usize) -> cuda::Result<Tensor> {
-        let on_device = match self.memory {
-            BaseMemory::Device => codec.room(bytes).ok(),
-            BaseMemory::Host => None,
-        };
-        match on_device {
-            Some(room) => Ok(room),
-            None => Ok(codec.adopt(codec.pinned(bytes)?)),
-        }
-    }
-}
-
-/// The share that a slice, which lies at `tensor`, has of its whole tensor's digest.
-fn share(codec: &mut Codec, slice: &Slice, tensor: &Tensor) -> cuda::Result<Digest> {
-    let dtype = slice.tensor.dtype;
-    let first = slice.start * (dtype.size() / dtype.element().size() as u64);
-    Ok(codec.digest(dtype.element(), first, tensor)?.total())
 }
 
 impl DeviceJob<'_> {
@@ -267,7 +273,7 @@ impl DeviceJob<'_> {
 
     /// Encodes the slice where it lies, or says why the host has to.
     pub(super) fn encode(&self, coder: &Coder) -> Result<Payloads, Because> {
-        let Self { slice, new, kept, streams } = self;
+        let Self { slice, new, kept, pool } = self;
         let name = &slice.tensor.name;
         let failed = |error: cuda::Error| match error {
             cuda::Error::Codec(driftless_delta::Error::BlockMismatch { .. }) => {
@@ -276,18 +282,18 @@ impl DeviceJob<'_> {
             }
             error => format!("tensor `{name}`: {error}"),
         };
-        let mut codec = streams.codec().ok_or(None)?;
-        let element = slice.tensor.dtype.element();
-        let encoded = codec.encode_checked(element, &kept.base, new, &kept.table, coder.profile);
+        let mut codec = pool.codec();
+        let Part { element, first } = part(slice);
+        let encoded = codec.encode_checked(element, &kept.tensor, new, &kept.digests, coder.profile);
         let encoded = encoded.map_err(|error| Some(failed(error)))?;
         // The host says which element it is, and cuts what does not fit into an object.
         if encoded.not_finite && !coder.allow_non_finite || encoded.payload.len() > coder.object_bytes_max {
             return Err(None);
         }
         let (payload, changed) = (encoded.payload.to_vec(), encoded.changed);
-        let digest = match slice.start {
+        let digest = match first {
             0 => encoded.digests.total(),
-            _ => share(&mut codec, slice, new).map_err(|error| Some(failed(error)))?,
+            _ => codec.digest(element, first, new).map_err(|error| Some(failed(error)))?.total(),
         };
         drop(codec);
         coder.one_piece(slice, digest, changed, payload).map_err(|_| None)

@@ -47,8 +47,11 @@ pub(super) struct BaseView<'a> {
 }
 
 impl<'a> BaseView<'a> {
-    pub(super) fn new(manifest: &'a Manifest, replica: &'a Replica, checkpoint: &'a Checkpoint) -> Self {
-        Self { manifest, replica, checkpoint, entries: manifest.named_tensors().into_iter().collect() }
+    /// The version that a replica at rest has, if it has one.
+    pub(super) fn of(replica: &'a Replica) -> Result<Option<Self>> {
+        let Some(manifest) = replica.manifest() else { return Ok(None) };
+        let (checkpoint, entries) = (replica.checkpoint()?, manifest.named_tensors().into_iter().collect());
+        Ok(Some(Self { manifest, replica, checkpoint, entries }))
     }
 
     /// The version that it is.
@@ -88,6 +91,18 @@ impl<'a> BaseView<'a> {
         } else {
             Err(rotten(&info.name, digest, table.total()))
         }
+    }
+
+    /// The bytes of a slice, and their share of the tensor's digest.
+    #[cfg(feature = "cuda")]
+    pub(super) fn slice(&self, slice: &Slice) -> Result<(&'a [u8], Digest)> {
+        let (bytes, table) = self.tensor(&slice.tensor)?;
+        if slice.is_whole()? {
+            return Ok((bytes, table.total()));
+        }
+        let range = slice.byte_range(bytes.len())?;
+        check_blocks(slice, bytes, &range, table)?;
+        Ok((&bytes[range.clone()], Digest::of(slice.tensor.dtype.element(), slice.first(), &bytes[range])))
     }
 }
 
@@ -204,7 +219,7 @@ impl Coder {
     pub(super) fn encode(&self, job: &Job<'_>) -> Result<Payloads> {
         let Job { slice, new, base } = job;
         let element = slice.tensor.dtype.element();
-        let first = slice.start * (slice.tensor.dtype.size() / element.size() as u64);
+        let first = slice.first();
         let mut payloads = match base {
             None => {
                 let digest = Digest::of(element, first, new);

@@ -240,8 +240,8 @@ impl Publisher {
     }
 
     /// Has tensors that lie on the device of `codec` ([`Snapshot::on_device`]) encoded there, where they are
-    /// the difference to a version that was published from there too. Payloads are the same as the host's.
-    /// Four streams work at a time; the device or the host gives memory for the base of the next delta.
+    /// the difference to the version before. Payloads are the same as the host's. Four streams work at a time;
+    /// the device or the host gives memory for the base of the next delta.
     ///
     /// # Errors
     /// What the driver says.
@@ -252,6 +252,23 @@ impl Publisher {
         base: BaseMemory,
     ) -> driftless_delta::cuda::Result<()> {
         self.devices.add(codec, base)
+    }
+
+    /// Has devices make the base of the next delta now, which that would do: best while `shard`, what is published
+    /// next, is still what the newest version has. Waits until the baseline holds that version. What a device
+    /// cannot take is told by [`Publisher::device_use`].
+    ///
+    /// # Errors
+    /// Those of a baseline that cannot be brought there; [`Error::Cancelled`].
+    #[cfg(feature = "cuda")]
+    pub fn place_bases(&mut self, shard: &dyn Shard) -> Result<()> {
+        self.catch_up(Mode::Delta)?;
+        let Self { options, baseline, devices, stop, .. } = self;
+        let Some(base) = BaseView::of(baseline.replica()?)? else { return Ok(()) };
+        let chosen: Vec<usize> = (0..shard.slices().len()).collect();
+        let host_because = devices.complete(shard, &chosen, &base, options.threads, stop)?;
+        devices.used = DeviceUse { host_because, ..DeviceUse::default() };
+        Ok(())
     }
 
     /// What became of the tensors of the last publication that lie on devices.
@@ -377,12 +394,13 @@ impl Publisher {
         let Self { run, options, baseline, devices, progress, stop, .. } = self;
         let mut used = Used::default();
         let replica = &*baseline.replica()?;
-        let base = match (plan.kind, replica.manifest()) {
-            (Kind::Delta, Some(manifest)) => Some(BaseView::new(manifest, replica, replica.checkpoint()?)),
-            _ => None,
-        };
+        let base = if plan.kind == Kind::Delta { BaseView::of(replica)? } else { None };
         let object_bytes_max = options.object_bytes_max as usize;
         let bounds = Bounds { threads: options.threads, weight: options.buffer_bytes };
+        #[cfg(feature = "cuda")]
+        if let Some(base) = base.as_ref().filter(|_| !plan.anchor) {
+            used.host_because = devices.complete(shard, selection.slices, base, options.threads, stop)?;
+        }
         let (profile, allow_non_finite) = (options.profile, options.allow_non_finite);
         let coder = Coder { plan, profile, object_bytes_max, allow_non_finite };
         let encoder = Encoder { shard, devices, base, coder, bounds, tie: selection.tie, stop };

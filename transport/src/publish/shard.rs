@@ -64,6 +64,11 @@ impl Slice {
         Ok(self.start == 0 && self.elements == self.tensor.elements()?)
     }
 
+    /// The first element, as the codec counts them.
+    pub(super) fn first(&self) -> u64 {
+        self.start * (self.tensor.dtype.size() / self.tensor.dtype.element().size() as u64)
+    }
+
     /// Where the slice lies in the `length` bytes of its tensor.
     pub(super) fn byte_range(&self, length: usize) -> Result<Range<usize>> {
         let size = self.tensor.dtype.size();
@@ -125,7 +130,10 @@ impl<'a> Sliced<'a> {
     }
 
     /// A snapshot whose tensors are whole.
-    pub(super) fn whole(snapshot: &'a dyn Snapshot) -> Result<Self> {
+    ///
+    /// # Errors
+    /// As [`Slice::whole`].
+    pub fn whole(snapshot: &'a dyn Snapshot) -> Result<Self> {
         let slices = snapshot.tensors().iter().cloned().map(Slice::whole).collect::<Result<_>>()?;
         Ok(Self { snapshot, slices })
     }
