@@ -217,12 +217,12 @@ class Publisher:
         return published
 
     def prepare(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Makes GPUs ready for the first delta behind ``publish_reference`` or ``resume=True``, which does so otherwise.
+        """Makes GPUs ready for the first delta behind ``publish_reference`` or ``resume=True``.
 
-        It compiles what encodes, and copies the newest version to where the next delta starts from. Tensors that are what
-        that version has, as those of a checkpoint that was just loaded, are copied on the GPU; of others the bytes come
-        from the baseline. The first call waits until that is on disk. The memory is taken now, before the first step of
-        the optimiser takes its own.
+        That delta would do so otherwise: have the GPU compile what encodes, and copy there what the newest version has. Of
+        tensors that still have it, as those of a checkpoint that was just loaded, the copy is made on the GPU; of others,
+        from the baseline. The call waits until the baseline is on disk. The copy takes its memory now, before the first
+        step of the optimiser takes its own.
 
         Args:
             tensors: what is to be published next, as for ``publish``.
