@@ -3,11 +3,8 @@
 //! Mapping and unmapping memory for each tensor costs a fault per page. All threads that do so wait for each
 //! other, because a process has one list of maps.
 
-use std::fmt;
-use std::sync::Mutex;
-
 use driftless_delta::{Decoder, Patch};
-use driftless_store::wait::lock;
+use driftless_store::pool::Reused;
 
 /// Memory of either kind that is kept at most.
 const KEPT_BYTES: usize = 256 << 20;
@@ -21,84 +18,32 @@ pub(super) struct Scratch {
 }
 
 /// Scratch, and memory for patches in their journal form, that no thread uses at the moment.
-#[derive(Default)]
+#[derive(Debug)]
 pub(super) struct Buffers {
-    scratches: Mutex<Kept<Scratch>>,
-    bytes: Mutex<Kept<Vec<u8>>>,
+    pub(super) scratches: Reused<Scratch>,
+    pub(super) bytes: Reused<Vec<u8>>,
 }
 
-/// Values, each with the bytes that it holds.
-#[derive(Default)]
-struct Kept<T> {
-    values: Vec<(T, usize)>,
-    bytes: usize,
-}
-
-impl fmt::Debug for Buffers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffers").finish_non_exhaustive()
+impl Default for Buffers {
+    fn default() -> Self {
+        Self { scratches: Reused::new(KEPT_BYTES), bytes: Reused::new(KEPT_BYTES) }
     }
 }
 
 impl Buffers {
-    pub(super) fn take_scratch(&self) -> Scratch {
-        lock(&self.scratches).take()
-    }
-
     pub(super) fn give_scratch(&self, scratch: Scratch) {
         let bytes = scratch.patches.iter().map(|(_, patch)| patch.memory()).sum();
-        lock(&self.scratches).give(scratch, bytes);
+        self.scratches.give(scratch, bytes);
     }
 
     /// Gives all of it back.
     pub(super) fn clear(&self) {
-        let scratches = std::mem::take(&mut *lock(&self.scratches));
-        let bytes = std::mem::take(&mut *lock(&self.bytes));
-        drop((scratches, bytes));
-    }
-
-    pub(super) fn take_bytes(&self) -> Vec<u8> {
-        lock(&self.bytes).take()
+        self.scratches.clear();
+        self.bytes.clear();
     }
 
     pub(super) fn give_bytes(&self, bytes: Vec<u8>) {
         let capacity = bytes.capacity();
-        lock(&self.bytes).give(bytes, capacity);
-    }
-}
-
-impl<T: Default> Kept<T> {
-    fn take(&mut self) -> T {
-        let Some((value, bytes)) = self.values.pop() else { return T::default() };
-        self.bytes -= bytes;
-        value
-    }
-
-    fn give(&mut self, value: T, bytes: usize) {
-        if self.bytes + bytes <= KEPT_BYTES {
-            self.bytes += bytes;
-            self.values.push((value, bytes));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_comes_back_unless_it_is_too_much() {
-        let buffers = Buffers::default();
-        buffers.give_bytes(Vec::with_capacity(1000));
-        buffers.give_bytes(Vec::with_capacity(KEPT_BYTES - 999));
-        assert_eq!([buffers.take_bytes().capacity(), buffers.take_bytes().capacity()], [1000, 0]);
-        buffers.give_bytes(Vec::with_capacity(KEPT_BYTES));
-        assert_eq!(buffers.take_bytes().capacity(), KEPT_BYTES, "what was taken makes room");
-        buffers.give_scratch(Scratch { patches: vec![(7, Patch::new())], ..Scratch::default() });
-        assert_eq!([buffers.take_scratch().patches.len(), buffers.take_scratch().patches.len()], [1, 0]);
-        buffers.give_bytes(Vec::with_capacity(1000));
-        buffers.give_scratch(Scratch { patches: vec![(7, Patch::new())], ..Scratch::default() });
-        buffers.clear();
-        assert_eq!((buffers.take_bytes().capacity(), buffers.take_scratch().patches.len()), (0, 0));
+        self.bytes.give(bytes, capacity);
     }
 }

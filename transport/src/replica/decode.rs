@@ -53,7 +53,7 @@ impl<'a> Deltas<'a> {
     /// Takes the `index`-th tensor through all versions. The pages that change are prefaulted meanwhile.
     pub(super) fn change(&self, index: usize, prefault: &Prefault<'_>) -> Result<Change> {
         let Self { base, versions, objects, buffers, .. } = *self;
-        let (mut patches, mut scratch) = (Vec::new(), buffers.take_scratch());
+        let (mut patches, mut scratch) = (Vec::new(), buffers.scratches.take());
         let mut table = None;
         let mut bytes: &[u8] = &[];
         // The tensor between two versions, once it is not the base's any more.
@@ -80,7 +80,7 @@ impl<'a> Deltas<'a> {
                 }
                 prefault.will_change(number, tensor, &scratch.patches);
                 for (offset, patch) in &scratch.patches {
-                    let mut bytes = buffers.take_bytes();
+                    let mut bytes = buffers.bytes.take();
                     patch.write_to(&mut bytes);
                     patches.push((*offset, bytes));
                 }

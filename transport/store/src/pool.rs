@@ -1,6 +1,7 @@
 //! Runs work on several threads and returns the results in order, with a bound on what is in flight.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
@@ -10,6 +11,56 @@ use std::thread;
 
 use crate::error::{Error, Result};
 use crate::wait::lock;
+
+/// Values that are used again, with the memory that they hold.
+pub struct Reused<T> {
+    bytes_max: usize,
+    free: Mutex<Free<T>>,
+}
+
+/// Each with its bytes, and those of all.
+#[derive(Default)]
+struct Free<T> {
+    values: Vec<(T, usize)>,
+    bytes: usize,
+}
+
+impl<T> fmt::Debug for Reused<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reused").field("bytes_max", &self.bytes_max).finish_non_exhaustive()
+    }
+}
+
+impl<T: Default> Reused<T> {
+    /// None yet. Of those that nobody uses, so many bytes are kept.
+    #[must_use]
+    pub fn new(bytes_max: usize) -> Self {
+        Self { bytes_max, free: Mutex::default() }
+    }
+
+    /// One that was given, or a new one.
+    pub fn take(&self) -> T {
+        let mut free = lock(&self.free);
+        let Some((value, bytes)) = free.values.pop() else { return T::default() };
+        free.bytes -= bytes;
+        value
+    }
+
+    /// Keeps a value, which holds so many bytes, unless that is too much.
+    pub fn give(&self, value: T, bytes: usize) {
+        let mut free = lock(&self.free);
+        if free.bytes.saturating_add(bytes) <= self.bytes_max {
+            free.bytes += bytes;
+            free.values.push((value, bytes));
+        }
+    }
+
+    /// Gives the memory of all back.
+    pub fn clear(&self) {
+        let free = std::mem::take(&mut *lock(&self.free));
+        drop(free);
+    }
+}
 
 /// How much may be under way at once.
 #[derive(Debug, Clone, Copy)]
@@ -181,6 +232,22 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
     use super::*;
+
+    #[test]
+    fn reused_memory_comes_back_unless_it_is_too_much() {
+        let reused = Reused::<Vec<u8>>::new(2000);
+        for bytes in [1000, 1001, 1000] {
+            reused.give(Vec::with_capacity(bytes), bytes);
+        }
+        let mut capacities = || [(); 3].map(|()| reused.take().capacity());
+        assert_eq!(capacities(), [1000, 1000, 0]);
+        reused.give(Vec::with_capacity(2000), 2000);
+        assert_eq!(capacities(), [2000, 0, 0], "what was taken makes room");
+        reused.give(Vec::with_capacity(10), 10);
+        reused.clear();
+        reused.give(Vec::with_capacity(2000), 2000);
+        assert_eq!(capacities(), [2000, 0, 0]);
+    }
 
     const BOUNDS: Bounds = Bounds { threads: 3, weight: 10 };
 
