@@ -1,7 +1,7 @@
 //! `driftless data`: prompts as a run reads them, and rows that are refused.
 
 use crate::common::{code, driftless, json};
-use driftless::trainer::tasks::tiny;
+use driftless_trainer::tasks::tiny;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

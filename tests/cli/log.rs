@@ -1,7 +1,7 @@
 //! `driftless log`, on logs made by the crate.
 
 use crate::common::{driftless, json, output, run};
-use driftless::buffer::{Identity, Log, Options, Position, PromptState, Reader, Sample, Scalars};
+use driftless_buffer::{Identity, Log, Options, Position, PromptState, Reader, Sample, Scalars};
 use std::path::Path;
 use std::process::Output;
 

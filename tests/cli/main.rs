@@ -21,10 +21,10 @@ mod surface;
 mod vllm;
 
 use common::{code, driftless, json, output, run};
-use driftless::transport::checkpoint::write_checkpoint;
-use driftless::transport::snapshot::{AuxFile, TensorInfo};
-use driftless::transport::{Checkpoint, Dtype, Result, Snapshot};
 use driftless_testkit::tree::tree;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Checkpoint, Dtype, Result, Snapshot};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::process::Command;

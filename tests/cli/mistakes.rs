@@ -2,8 +2,8 @@
 
 use crate::Run;
 use crate::common::{code, driftless, json};
-use driftless::trainer::tasks::tiny;
 use driftless_testkit::tree::tree;
+use driftless_trainer::tasks::tiny;
 use std::fs::File;
 use std::path::Path;
 use std::process::Command;
@@ -356,8 +356,8 @@ fn a_run_that_is_not_there_is_no_reason_to_begin_one_by_reading() {
 #[test]
 fn run_without_a_version_is_shown_as_one() {
     let run = Run::new();
-    let store = driftless::store::open(run.path("store").to_str().expect("UTF-8")).expect("a store");
-    driftless::transport::Run::create(store, "test").expect("a run");
+    let store = driftless_store::open(run.path("store").to_str().expect("UTF-8")).expect("a store");
+    driftless_transport::Run::create(store, "test").expect("a run");
     let shown = json(&mut run.command("inspect"));
     assert_eq!((&shown["model"], &shown["chain"]), (&serde_json::Value::Null, &serde_json::json!([])));
     let (status, words) = code(&mut run.command("inspect"));

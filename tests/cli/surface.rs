@@ -196,7 +196,7 @@ fn excerpt(page: &str, begin: &str, end: &str) -> String {
 
 #[test]
 fn learning_option_has_one_name_and_default_everywhere() {
-    let options = driftless::trainer::options::LearnOptions::default().completed().by_name();
+    let options = driftless_trainer::options::LearnOptions::default().completed().by_name();
     let help = run(driftless().args(["train", "--help"]));
     let flags: BTreeSet<&str> = help.split_whitespace().map(|word| word.trim_end_matches(',')).collect();
     let algorithms = excerpt("docs/algorithms.md", "# Algorithms", "## What a rollout reports");

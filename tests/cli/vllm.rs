@@ -2,9 +2,9 @@
 
 use super::{Made, Run};
 use crate::common::{self, code, json};
-use driftless::transport::Dtype;
-use driftless::transport::snapshot::{AuxFile, TensorInfo};
 use driftless_testkit::vllm::{Fault, Vllm, digest};
+use driftless_transport::Dtype;
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
 const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10, "tie_word_embeddings": true,

@@ -20,11 +20,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{driftless, json};
-use driftless::store::open;
-use driftless::transport::run::Committed;
-use driftless::transport::{Checkpoint, Replica, Run};
+use driftless_store::open;
 use driftless_testkit::random::Random;
 use driftless_testkit::sglang::Fake;
+use driftless_transport::run::Committed;
+use driftless_transport::{Checkpoint, Replica, Run};
 use model::contents;
 use relay::Relay;
 

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use driftless::transport::checkpoint::write_checkpoint;
-use driftless::transport::{Checkpoint, Dtype, Snapshot as _, Tensors};
 use driftless_testkit::random::Random;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::{Checkpoint, Dtype, Snapshot as _, Tensors};
 
 const HIDDEN: u64 = 64;
 const VOCABULARY: u64 = 2048;

@@ -8,13 +8,13 @@
 mod common;
 
 use common::{Process, code, driftless};
-use driftless::buffer::{PromptState, Reader};
-use driftless::store::open;
-use driftless::trainer::tasks::tiny;
-use driftless::transport::checkpoint::write_checkpoint;
-use driftless::transport::{Checkpoint, Dtype, Run, Snapshot, Tensors};
+use driftless_buffer::{PromptState, Reader};
+use driftless_store::open;
 use driftless_testkit::learner;
 use driftless_testkit::vllm::Vllm;
+use driftless_trainer::tasks::tiny;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::{Checkpoint, Dtype, Run, Snapshot, Tensors};
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::os::unix::process::ExitStatusExt;
