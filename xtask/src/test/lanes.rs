@@ -118,15 +118,6 @@ pub(super) const LANES: &[Lane] = &[
         run: doc,
     },
     Lane {
-        name: "torch",
-        what: "models, losses, exact resume, the embedded engine in every dialect, the loop's modes",
-        needs: &[Need::Libtorch],
-        programs: Tests::Some(&["torch::lib", "torch::*", "driftless::train"]),
-        takes: &[],
-        after: &[],
-        run: torch,
-    },
-    Lane {
         name: "sglang",
         what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits and chat templates against transformers'",
         needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2, Need::Python],
@@ -143,6 +134,15 @@ pub(super) const LANES: &[Lane] = &[
         takes: &[],
         after: &[],
         run: with_sglang,
+    },
+    Lane {
+        name: "torch",
+        what: "models, losses, exact resume, the embedded engine in every dialect, the loop's modes",
+        needs: &[Need::Libtorch],
+        programs: Tests::Some(&["torch::lib", "torch::*", "driftless::train"]),
+        takes: &[],
+        after: &[],
+        run: torch,
     },
     Lane {
         name: "learner",
@@ -209,7 +209,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "fuzz",
-        what: "fuzzing, 20 s a target",
+        what: "fuzzing, 5 s a target; with --long half an hour",
         needs: &[Need::CargoFuzz],
         programs: Tests::None,
         takes: &[],
@@ -259,6 +259,10 @@ pub(super) const LANES: &[Lane] = &[
 
 /// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what the others need.
 pub(super) const BY_NAME: &[&str] = &["kills", "neon", "macos", "gpu"];
+
+/// Lanes that mostly wait, for processes that they kill, for deadlines and for the disk. One of them runs beside two
+/// others.
+pub(super) const WAIT: &[&str] = &["unit", "learner", "rewards", "stores", "ucx", "kills", "crash"];
 
 /// Programs that `unit` leaves to lane `torch`, and those that do nothing without a server.
 const NOT_UNIT: [&str; 4] = ["torch::", "driftless::train", "driftless::crash", "driftless::sglang"];
@@ -462,7 +466,7 @@ fn fuzz(context: &Context) -> Result<()> {
     let (limit, seed) = if context.options.long {
         ("-max_total_time=1800", "-seed=0")
     } else {
-        ("-max_total_time=20", "-seed=1")
+        ("-max_total_time=5", "-seed=1")
     };
     if targets.trim().is_empty() {
         return Err(Error::check("cargo fuzz list", "targets", "none"));
@@ -479,6 +483,8 @@ fn asan(context: &Context) -> Result<()> {
         Command::new("cargo")
             .current_dir(context.root)
             .args(["+nightly", "test", "-p", "driftless-buffer", "--lib", "--target", &target])
+            // Pages are simulated there, and Miri looks at them. They are half of the lane's time.
+            .args(if context.options.long { &[][..] } else { &["--", "--skip", "tests::crash"] })
             .env("RUSTFLAGS", "-Zsanitizer=address")
             // The crash tests forget reservations on purpose, as a crash does.
             .env("ASAN_OPTIONS", "detect_leaks=0")

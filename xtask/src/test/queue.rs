@@ -1,15 +1,19 @@
-//! Two lanes run at a time. Each begins as soon as what it needs is done.
+//! Two lanes run at a time, and a third one beside them if it mostly waits. Each begins as soon as what it needs is done.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Lanes that run at once. Two keep two cores busy from begin to end; a third one makes the others slower.
-const AT_ONCE: usize = 2;
+/// Lanes that run at once, and how many of these have to be such as mostly wait. Two that compute keep two cores busy; a
+/// third one that computes makes the others slower.
+const AT_ONCE: usize = 3;
+const WAITING: usize = 1;
 
 /// One thing to do, and the names of those that come before it.
 pub(super) struct Job<T> {
     pub(super) name: &'static str,
     pub(super) after: Vec<&'static str>,
+    /// Whether it mostly waits: for processes, deadlines and disks.
+    pub(super) waits: bool,
     pub(super) what: T,
 }
 
@@ -19,13 +23,17 @@ struct State<T> {
 }
 
 impl<T> State<T> {
-    /// Takes the first whose predecessors are neither waiting nor running. Those that were not asked for at all are
-    /// not waited for.
-    fn take(&mut self) -> Option<Job<T>> {
+    /// Takes the first whose predecessors are neither waiting nor running: one that computes before one that waits, or
+    /// one that waits alone. Predecessors that were not asked for at all are not waited for.
+    fn take(&mut self, only_waits: bool) -> Option<Job<T>> {
         let names: BTreeSet<_> = self.waiting.iter().map(|job| job.name).collect();
         let open = |name: &&str| names.contains(*name) || self.running.contains(*name);
-        let ready = self.waiting.iter().position(|job| !job.after.iter().any(&open))?;
-        let job = self.waiting.remove(ready);
+        let ready = |waits: bool| {
+            let ready = |job: &Job<T>| job.waits == waits && !job.after.iter().any(&open);
+            self.waiting.iter().position(ready)
+        };
+        let found = if only_waits { ready(true) } else { ready(false).or_else(|| ready(true)) }?;
+        let job = self.waiting.remove(found);
         self.running.insert(job.name);
         Some(job)
     }
@@ -35,16 +43,17 @@ impl<T> State<T> {
 pub(super) fn run<T: Send, R: Send>(jobs: Vec<Job<T>>, one: impl Fn(T) -> R + Sync) -> Vec<R> {
     let state = Mutex::new(State { waiting: jobs, running: BTreeSet::new() });
     let (ended, results) = (Condvar::new(), Mutex::new(Vec::new()));
-    let work = || {
-        while let Some(job) = next(&state, &ended) {
+    let work = |only_waits: bool| {
+        while let Some(job) = next(&state, &ended, only_waits) {
             let _end = End { name: job.name, state: &state, ended: &ended };
             let result = one(job.what);
             lock(&results).push(result);
         }
     };
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
-            scope.spawn(work);
+        let work = &work;
+        for worker in 0..AT_ONCE {
+            scope.spawn(move || work(worker < WAITING));
         }
     });
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
@@ -65,10 +74,10 @@ impl<T> Drop for End<'_, T> {
 }
 
 /// The next job, once there is one that may begin; none when none is left.
-fn next<T>(state: &Mutex<State<T>>, ended: &Condvar) -> Option<Job<T>> {
+fn next<T>(state: &Mutex<State<T>>, ended: &Condvar, only_waits: bool) -> Option<Job<T>> {
     let mut state = lock(state);
     loop {
-        if let Some(job) = state.take() {
+        if let Some(job) = state.take(only_waits) {
             return Some(job);
         }
         // Jobs that wait for each other would wait for ever.
@@ -88,7 +97,7 @@ mod tests {
     use super::*;
 
     fn job(name: &'static str, after: &[&'static str]) -> Job<&'static str> {
-        Job { name, after: after.to_vec(), what: name }
+        Job { name, after: after.to_vec(), waits: name.starts_with("wait"), what: name }
     }
 
     #[test]
@@ -98,11 +107,22 @@ mod tests {
     }
 
     #[test]
-    fn jobs_run_at_once() {
+    fn jobs_run_at_once_beside_one_that_waits() {
         let all = std::sync::Barrier::new(AT_ONCE);
-        let names = ["a", "b"];
+        let names = ["a", "b", "wait"];
         let ended = run(names.map(|name| job(name, &[])).into(), |_| all.wait());
         assert_eq!(ended.len(), AT_ONCE);
+    }
+
+    #[test]
+    fn jobs_that_compute_come_before_those_that_wait() {
+        let jobs = vec![job("wait", &[]), job("wait too", &[]), job("a", &[])];
+        let mut state = State { waiting: jobs, running: BTreeSet::new() };
+        let mut take = |only_waits| state.take(only_waits).map(|job| job.name);
+        assert_eq!(
+            [take(false), take(true), take(false), take(true)],
+            [Some("a"), Some("wait"), Some("wait too"), None]
+        );
     }
 
     #[test]
