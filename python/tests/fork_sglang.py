@@ -1,4 +1,5 @@
-"""Imports SGLang once and forks a server for each order, a line of JSON: its arguments, environment and log.
+"""Imports SGLang once and forks a server for each order, a line of JSON: its arguments, environment and log. With
+arguments of its own, it is the one server of these.
 
 A fork is a stock server but for its start: SGLang starts its processes anew, and each imports everything again.
 """
@@ -20,20 +21,27 @@ import sglang.srt.managers.scheduler  # noqa: E402
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
 
 
-def serve(order: dict) -> None:
+def serve(arguments: list[str]) -> None:
     """What ``python -m sglang.launch_server`` does, in a process that has all of it."""
+    # Its processes are forked as well.
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
+    launch.run_server(launch.prepare_server_args(arguments))
+
+
+def fill(order: dict) -> None:
+    """Serves as the order says."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, place in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         os.dup2(place, stream)
     os.environ |= order["environment"]
-    # Its processes are forked as well.
-    multiprocessing.set_start_method = lambda *args, **kwargs: None
-    launch.run_server(launch.prepare_server_args(order["arguments"]))
+    serve(order["arguments"])
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        return serve(sys.argv[1:])
     ModelRegistry.get_supported_archs()
     # Nothing here waits for a server.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -41,7 +49,7 @@ def main() -> None:
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
             try:
-                serve(json.loads(line))
+                fill(json.loads(line))
             finally:
                 os._exit(1)
         print(pid, flush=True)

@@ -146,9 +146,9 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
         assert scene.server.sums() == sums
 
 
-def test_ranks_are_patched_together_while_they_generate(scenes, tmp_path_factory, follow):
+def test_ranks_are_patched_together_while_they_generate(scenes, tmp_path_factory, follow, forks):
     root = tmp_path_factory.mktemp("ranks")
-    scene = scenes["ranks"] = HeadedScene(Store(root), root, "tied", ranks=2)
+    scene = scenes["ranks"] = HeadedScene(Store(root), root, "tied", ranks=2, forks=forks)
     follow("--plugin", "require", "--pause-generation-mode", "in_place", scene=scene)
     scene.serves(scene.label())
     paused = scene.server.paused()

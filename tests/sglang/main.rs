@@ -90,12 +90,15 @@ fn steps(
     assert!(server.ended().is_none(), "the server ended:\n{}", server.output());
 }
 
+/// A stock server whose processes are forked from the first one. As users start it, each of three imports SGLang, which
+/// takes half a minute of a processor; the engine suite has a server that is started so.
 fn server(python: &Path, model: &Path, port: u16, dtype: &str) -> Command {
     let placeholders =
         std::env::var_os("DRIFTLESS_SGLANG_PYTHONPATH").expect("set beside DRIFTLESS_SGLANG_PYTHON");
     let mut command = Command::new(python);
     command
-        .args(["-m", "sglang.launch_server", "--device", "cpu", "--skip-tokenizer-init"])
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/python/tests/fork_sglang.py"))
+        .args(["--device", "cpu", "--skip-tokenizer-init"])
         .args(["--disable-overlap-schedule", "--max-total-tokens", "65536", "--sleep-on-idle"])
         // `auto` would load an f32 model in f16.
         .args(["--dtype", dtype, "--port", &port.to_string()])
