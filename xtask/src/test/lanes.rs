@@ -453,7 +453,7 @@ fn loom(context: &Context) -> Result<()> {
         Command::new("cargo")
             .current_dir(context.root)
             .args(["test", "-p", "driftless-buffer", "--lib", "interleavings"])
-            .env("RUSTFLAGS", "--cfg loom")
+            .env("RUSTFLAGS", "--cfg loom -Clto=off")
             // Another cfg is another build of every dependency.
             .env("CARGO_TARGET_DIR", context.root.join("target/loom")),
     )
@@ -485,7 +485,7 @@ fn asan(context: &Context) -> Result<()> {
             .args(["+nightly", "test", "-p", "driftless-buffer", "--lib", "--target", &target])
             // Pages are simulated there, and Miri looks at them. They are half of the lane's time.
             .args(if context.options.long { &[][..] } else { &["--", "--skip", "tests::crash"] })
-            .env("RUSTFLAGS", "-Zsanitizer=address")
+            .env("RUSTFLAGS", "-Zsanitizer=address -Clto=off")
             // The crash tests forget reservations on purpose, as a crash does.
             .env("ASAN_OPTIONS", "detect_leaks=0")
             .env("CARGO_TARGET_DIR", context.root.join("target/asan")),
