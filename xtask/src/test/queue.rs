@@ -26,16 +26,23 @@ impl<T> State<T> {
     /// Takes the first whose predecessors are neither waiting nor running: one that computes before one that waits, or
     /// one that waits alone. Predecessors that were not asked for at all are not waited for.
     fn take(&mut self, only_waits: bool) -> Option<Job<T>> {
-        let names: BTreeSet<_> = self.waiting.iter().map(|job| job.name).collect();
-        let open = |name: &&str| names.contains(*name) || self.running.contains(*name);
-        let ready = |waits: bool| {
-            let ready = |job: &Job<T>| job.waits == waits && !job.after.iter().any(&open);
-            self.waiting.iter().position(ready)
-        };
-        let found = if only_waits { ready(true) } else { ready(false).or_else(|| ready(true)) }?;
+        let found =
+            if only_waits { self.ready(true) } else { self.ready(false).or_else(|| self.ready(true)) }?;
         let job = self.waiting.remove(found);
         self.running.insert(job.name);
         Some(job)
+    }
+
+    /// The first that may begin, of those that wait or of those that compute.
+    fn ready(&self, waits: bool) -> Option<usize> {
+        let names: BTreeSet<_> = self.waiting.iter().map(|job| job.name).collect();
+        let open = |name: &&str| names.contains(*name) || self.running.contains(*name);
+        self.waiting.iter().position(|job| job.waits == waits && !job.after.iter().any(&open))
+    }
+
+    /// Whether nothing runs and nothing may begin: jobs that wait for each other would wait for ever.
+    fn is_stuck(&self) -> bool {
+        self.running.is_empty() && self.ready(false).or_else(|| self.ready(true)).is_none()
     }
 }
 
@@ -59,7 +66,7 @@ pub(super) fn run<T: Send, R: Send>(jobs: Vec<Job<T>>, one: impl Fn(T) -> R + Sy
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Says that a job has ended, when this is dropped: also by a panic.
+/// Says that a job has ended, when this is dropped: also by a panic, behind which no other job begins.
 struct End<'a, T> {
     name: &'static str,
     state: &'a Mutex<State<T>>,
@@ -68,7 +75,12 @@ struct End<'a, T> {
 
 impl<T> Drop for End<'_, T> {
     fn drop(&mut self) {
-        lock(self.state).running.remove(self.name);
+        let mut state = lock(self.state);
+        state.running.remove(self.name);
+        if std::thread::panicking() {
+            state.waiting.clear();
+        }
+        drop(state);
         self.ended.notify_all();
     }
 }
@@ -80,8 +92,7 @@ fn next<T>(state: &Mutex<State<T>>, ended: &Condvar, only_waits: bool) -> Option
         if let Some(job) = state.take(only_waits) {
             return Some(job);
         }
-        // Jobs that wait for each other would wait for ever.
-        if state.waiting.is_empty() || state.running.is_empty() {
+        if state.waiting.is_empty() || state.is_stuck() {
             return None;
         }
         state = ended.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -123,6 +134,15 @@ mod tests {
             [take(false), take(true), take(false), take(true)],
             [Some("a"), Some("wait"), Some("wait too"), None]
         );
+    }
+
+    #[test]
+    fn only_jobs_that_wait_for_each_other_are_stuck() {
+        let stuck = |jobs, running| State { waiting: jobs, running: BTreeSet::from_iter(running) }.is_stuck();
+        let round = || vec![job("a", &["b"]), job("b", &["a"])];
+        assert!(stuck(round(), None) && !stuck(round(), Some("c")));
+        // Before the first job has begun, a worker that takes none of these has more to wait for.
+        assert!(!stuck(vec![job("a", &[]), job("wait", &["a"])], None));
     }
 
     #[test]
