@@ -239,7 +239,7 @@ mod tests {
         for bytes in [1000, 1001, 1000] {
             reused.give(Vec::with_capacity(bytes), bytes);
         }
-        let mut capacities = || [(); 3].map(|()| reused.take().capacity());
+        let capacities = || [(); 3].map(|()| reused.take().capacity());
         assert_eq!(capacities(), [1000, 1000, 0]);
         reused.give(Vec::with_capacity(2000), 2000);
         assert_eq!(capacities(), [2000, 0, 0], "what was taken makes room");
