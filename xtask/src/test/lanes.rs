@@ -260,10 +260,6 @@ pub(super) const LANES: &[Lane] = &[
 /// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what the others need.
 pub(super) const BY_NAME: &[&str] = &["kills", "neon", "macos", "gpu"];
 
-/// Lanes that mostly wait, for processes that they kill, for deadlines and for the disk. One of them runs beside two
-/// others.
-pub(super) const WAIT: &[&str] = &["unit", "learner", "rewards", "stores", "ucx", "kills", "crash"];
-
 /// Programs that `unit` leaves to lane `torch`, and those that do nothing without a server.
 const NOT_UNIT: [&str; 4] = ["torch::", "driftless::train", "driftless::crash", "driftless::sglang"];
 

@@ -80,13 +80,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let (all, names) = wanted(&chosen);
     let built = OnceLock::new();
     let build = |context: &Context| build(context, if all { None } else { Some(&names) });
-    let job = |lane: &&'static Lane| queue::Job {
-        name: lane.name,
-        after: before(lane),
-        waits: lanes::WAIT.contains(&lane.name),
-        what: *lane,
-    };
-    let jobs = chosen.iter().map(job);
+    let jobs = chosen.iter().map(|lane| queue::Job { name: lane.name, after: before(lane), what: *lane });
     let mut report = queue::run(jobs.collect(), |lane: &'static Lane| {
         let context = Context { root: &root, log: log(lane.name), options, built: &built };
         let run = |context: &Context| if lane.name == BUILD { build(context) } else { (lane.run)(context) };
