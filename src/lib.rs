@@ -15,6 +15,7 @@
 //! | `nccl` | – | weights pushed over NCCL, which is opened at run time | no |
 //! | `cuda` | – | tensors on CUDA devices are encoded there when they are published; CUDA is opened at run time | no |
 //! | `http` | `http` | followers told of versions; what clients and servers are made of | no |
+//! | `follower` | `follower` | a follower over HTTP, for coordinators and operators | no |
 //! | `relay` | `relay` | a cache of objects for the followers of a region, and its clients | no |
 //! | `ucx` | – | objects over UCX, which is opened at run time | no |
 //! | `slime` | `slime` | slime's delta directories, followed and written | no |
@@ -37,6 +38,8 @@ pub use driftless_bridge as bridge;
 pub use driftless_buffer as buffer;
 #[cfg(feature = "delta")]
 pub use driftless_delta as delta;
+#[cfg(feature = "follower")]
+pub use driftless_follower as follower;
 #[cfg(feature = "http")]
 pub use driftless_http as http;
 #[cfg(feature = "relay")]

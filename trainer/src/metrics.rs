@@ -1,6 +1,7 @@
 //! What a step did, one JSON line a step: the data of the final table and of the report's plots.
 
 use crate::error::{Error, Result, io};
+use driftless_transport::gc::Phases;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -69,6 +70,13 @@ pub struct StepMetrics {
     /// Tokens learned from in a second of `train_ms`.
     #[serde(default)]
     pub train_tokens_per_s: f64,
+    /// Since the step before was complete, or the loop began.
+    #[serde(default)]
+    pub wall_ms: f64,
+    /// What weights cost of it: the learner published, or waited until engines served the version, as rollouts did where
+    /// none was under way; and where one was, the engines' longest pause.
+    #[serde(default)]
+    pub weights_ms: f64,
     /// The version published after this step, if one was.
     pub publication: Option<PublicationMetrics>,
     /// What was measured on held-out prompts after this step, if it was time.
@@ -174,6 +182,15 @@ pub struct PublicationMetrics {
     pub device_bytes: u64,
     /// Diff, encode, upload and commit.
     pub encode_publish_ms: f64,
+    /// Of `encode_publish_ms`, until everything was encoded; objects are stored meanwhile.
+    #[serde(default)]
+    pub encode_ms: f64,
+    /// Of `encode_publish_ms`, from then until the version was committed.
+    #[serde(default)]
+    pub put_ms: f64,
+    /// When it was committed, in milliseconds since 1970 by the trainer's clock; 0 where another process did.
+    #[serde(default)]
+    pub committed_at_ms: u64,
     /// Fetch, verify and apply on the slowest host, if its follower has told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prepare_ms: Option<f64>,
@@ -182,6 +199,10 @@ pub struct PublicationMetrics {
     pub pause_ms: Option<f64>,
     /// From commit until every engine served the version.
     pub convergence_ms: f64,
+    /// The phases of this version on each host, by its follower's name, and of earlier ones that were told of since the
+    /// step before.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub hosts: BTreeMap<String, Vec<Phases>>,
     /// Engines that the loop went on without: they did not answer, or were too slow.
     #[serde(default)]
     pub engines_behind: u64,

@@ -82,6 +82,11 @@ pub struct Activated {
     pub how: Option<How>,
     /// What was compared of them.
     pub compared: Option<Compared>,
+    /// From the call until the engine could take them at once: its plugin had copied what changes, or the files were
+    /// there.
+    pub copy: Option<Duration>,
+    /// From then until it served them.
+    pub patch: Option<Duration>,
 }
 
 /// One inference engine, as a follower drives it: blocking calls from a thread of its own.

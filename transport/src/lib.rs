@@ -14,8 +14,6 @@ pub mod prepared;
 pub mod publish;
 pub mod replica;
 pub mod run;
-#[cfg(feature = "serve")]
-pub mod serve;
 pub mod sign;
 pub mod snapshot;
 pub mod source;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use driftless_follower::{ServeOptions, serve};
 use driftless_http::{Error as HttpError, Followers};
 use driftless_store::wait::Stop;
 use driftless_store::wrap::{Count, Counts};
@@ -16,7 +17,6 @@ use driftless_testkit::http::exchange;
 use driftless_testkit::publications::{self, MODEL, RUN, Weights, publisher, step};
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Notify, PublisherOptions, Start};
-use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Checkpoint, Follower, Publisher, Run, Version};
 
 struct World {

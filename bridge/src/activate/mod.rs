@@ -19,7 +19,7 @@ mod plugin;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use derive_setters::Setters;
 use driftless_http::runtime::{self, wait};
@@ -148,7 +148,8 @@ impl Activate for DiskActivator {
         let (engine, options, pause) = (self.engine.limited(target.limit), &self.options, &mut self.pause);
         let (known, activated, unproved) = (self.identity.take(), self.activated.take(), self.unproved);
         let (whole, is_foreign) = (self.whole.take(), self.is_foreign);
-        let (identity, paused_for, whole, done) = wait(&self.runtime, async move {
+        let began = Instant::now();
+        let (identity, paused_for, whole, done, copy) = wait(&self.runtime, async move {
             let serving = pause.look(&*engine).await?;
             // Of another process nothing is known.
             let whole = whole.filter(|_| activated.is_some() && serving == activated);
@@ -169,18 +170,22 @@ impl Activate for DiskActivator {
             if proof != Proof::None {
                 plan.wait()?;
             }
+            let copy = began.elapsed();
             let (paused_for, done) = match proof {
                 Proof::None => patch(&*engine, pause, serving, &plan).await?,
                 Proof::Whole => patch::transact(&*engine, pause, serving, &plan, true).await?,
                 Proof::Load { why } => transact(&*engine, pause, serving, &plan, why).await?,
             };
-            Ok::<_, Error>((identity, paused_for, whole, done))
+            Ok::<_, Error>((identity, paused_for, whole, done, copy))
         })?;
         let compared = self.note(whole, done.whole);
         self.identity = Some(identity);
         self.activated = Some(target.label.to_owned());
         self.is_foreign = false;
-        Ok(Activated::default().with_pause(paused_for).with_how(done.how).with_compared(compared))
+        let patch = began.elapsed().saturating_sub(copy);
+        let activated =
+            Activated::default().with_pause(paused_for).with_how(done.how).with_compared(compared);
+        Ok(activated.with_copy(copy).with_patch(patch))
     }
 
     fn sample(&mut self, target: &Target<'_>, turn: u64) -> Result<Option<String>, BoxError> {

@@ -13,12 +13,12 @@ use driftless_bridge::fleet::{FleetOptions, Route};
 use driftless_bridge::{
     ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams,
 };
+use driftless_follower::{ServeOptions, serve};
 use driftless_http::Server;
 use driftless_store::{Memory, Store};
 use driftless_transport::activate::Activate;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
-use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Checkpoint, Follower, Publisher};
 use serde_json::json;
 use tokio::runtime::Runtime;

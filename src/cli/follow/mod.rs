@@ -16,6 +16,7 @@ use driftless::bridge::activate::{Compare, DiskActivator, DiskOptions, PluginOpt
 use driftless::bridge::engine::{Deadlines, PauseMode};
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
+use driftless::follower::{ServeOptions, serve};
 use driftless::http::Server;
 use driftless::relay::{Relays, RelaysOptions};
 use driftless::store::Store;
@@ -24,7 +25,6 @@ use driftless::store::wrap::Count;
 use driftless::transport::activate::{Activate, STOP_GRACE};
 use driftless::transport::follow::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEADLINE, default_id};
 use driftless::transport::replica::{Plan, PlannedVersion};
-use driftless::transport::serve::{ServeOptions, serve};
 use driftless::transport::{Follower, Replica, Run, Version};
 use serde::Serialize;
 use std::net::SocketAddr;

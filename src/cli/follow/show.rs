@@ -6,7 +6,7 @@ use driftless::store::wait::lock;
 use driftless::store::wrap::Count;
 use driftless::transport::activate::{Compared, How};
 use driftless::transport::follow::Status;
-use driftless::transport::gc::EngineStatus;
+use driftless::transport::gc::{EngineStatus, Phases};
 use driftless::transport::{Follower, Version};
 use indicatif::{HumanBytes, ProgressBar};
 use serde::Serialize;
@@ -24,6 +24,8 @@ struct Line {
     label: String,
     bytes: u64,
     prepare_ms: f64,
+    /// The phases of `prepare_ms`, and those of the engines behind it.
+    phases: Option<Phases>,
     engines: usize,
     serving: usize,
     /// The longest of the engines' pauses; none where no engine was brought to the version.
@@ -102,6 +104,7 @@ impl Line {
             label: ack.label.clone(),
             bytes: ack.bytes,
             prepare_ms: ack.prepare_ms,
+            phases: ack.phases.last().filter(|phases| phases.version == ack.version).cloned(),
             engines: ack.engines.len(),
             serving,
             pause_ms: pauses.reduce(f64::max),
@@ -118,9 +121,11 @@ impl Line {
             None if *bytes == 0 => format!("version {version}, on disk already"),
             None => format!("version {version}: {bytes} bytes in {prepare_ms:.0} ms"),
         };
+        text += &self.phases.iter().map(|phases| listed(phases.of_host())).collect::<String>();
         if *engines > 0 {
             text += &format!(", on {serving} of {engines} engines");
         }
+        text += &self.phases.iter().map(|phases| listed(phases.of_engine())).collect::<String>();
         let alone = self.ways.len() == 1;
         for way in &self.ways {
             text += &format!(", {}", way.text(alone));
@@ -135,6 +140,13 @@ impl Line {
         self.error.iter().for_each(|error| text += &format!("; {error}"));
         text
     }
+}
+
+/// ` (fetch 20, decode 95)`: the phases that round to a millisecond or more; nothing where none does.
+fn listed(phases: impl IntoIterator<Item = (&'static str, f64)>) -> String {
+    let long = phases.into_iter().filter(|(_, ms)| *ms >= 0.5).map(|(name, ms)| format!("{name} {ms:.0}"));
+    let long = long.collect::<Vec<_>>().join(", ");
+    if long.is_empty() { long } else { format!(" ({long})") }
 }
 
 /// What an engine said, in one line that no terminal obeys.
@@ -226,6 +238,22 @@ mod tests {
         assert_eq!(next.text(), "version 1 -> 3: 12 bytes in 7 ms, on 2 of 2 engines, paused for 1.5 ms");
         let alone = Line::next(&status(4, &[]), Some(&next)).expect("a line");
         assert_eq!(alone.text(), "version 3 -> 4: 12 bytes in 7 ms");
+    }
+
+    #[test]
+    fn line_tells_the_phases_of_its_own_version() {
+        let mut status = status(1, &["a:1"]);
+        let phases =
+            Phases { version: Version(1), see_ms: 0.4, fetch_ms: 2.0, decode_ms: 4.6, ..Phases::default() };
+        let ack = status.applied.as_mut().expect("applied");
+        ack.phases = vec![Phases { copy_ms: Some(3.0), patch_ms: Some(0.1), ..phases.clone() }];
+        let line = Line::next(&status, None).expect("a line").text();
+        let expected =
+            "version 1: 12 bytes in 7 ms (fetch 2, decode 5), on 1 of 1 engines (copy 3), paused for 1.5 ms";
+        assert_eq!(line, expected);
+        status.applied.as_mut().expect("applied").phases = vec![Phases { version: Version(0), ..phases }];
+        let line = Line::next(&status, None).expect("a line").text();
+        assert_eq!(line, "version 1: 12 bytes in 7 ms, on 1 of 1 engines, paused for 1.5 ms");
     }
 
     #[test]

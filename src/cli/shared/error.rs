@@ -180,7 +180,6 @@ fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
     use driftless::store::Error as Store;
     use driftless::transport::Error as Transport;
     match error {
-        Transport::Http(error) => http_hint(error),
         Transport::NoSuchRun { .. } => Some(
             "`driftless inspect --store URL` lists the runs of a store, `driftless publish --new-run` begins one"
                 .to_owned(),
@@ -255,7 +254,6 @@ pub fn transport_code(error: &driftless::transport::Error) -> u8 {
     match error {
         // Tensors have the names that a checkpoint gives them.
         Transport::BadName { what: "tensor", .. } => 1,
-        Transport::Http(error) => http_code(error),
         Transport::BadName { .. }
         | Transport::BadSetting { .. }
         | Transport::BadText { .. }

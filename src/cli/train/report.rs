@@ -39,6 +39,8 @@ pub(crate) struct Summary {
     pub(crate) pause_ms_median: f64,
     pub(crate) pause_ms_max: f64,
     pub(crate) convergence_ms_median: f64,
+    /// Share of the steps' time that weights cost; `None` of a run whose steps did not tell.
+    pub(crate) weights_share: Option<f64>,
     pub(crate) staleness_mean: f64,
     pub(crate) staleness_max: u64,
     pub(crate) log_prob_diff_mean: f64,
@@ -70,6 +72,7 @@ impl Summary {
             pause_ms_median: median_of(|p| p.pause_ms),
             pause_ms_max: published.iter().filter_map(|p| p.pause_ms).fold(0.0, f64::max),
             convergence_ms_median: median_of(|p| Some(p.convergence_ms)),
+            weights_share: weights_share(steps),
             staleness_mean: mean(steps.iter().map(|s| s.staleness_mean)),
             staleness_max: steps.iter().map(|s| s.staleness_max).max().unwrap_or(0),
             log_prob_diff_mean: mean(steps.iter().map(|s| s.stats.log_prob_diff_mean)),
@@ -114,7 +117,7 @@ impl Summary {
         let (published, full) = (bytes(self.publication_bytes), bytes(self.full_bytes));
         let (pause, longest) = (self.pause_ms_median, self.pause_ms_max);
         let median = |milliseconds: f64, what: &str| format!("{milliseconds:.1} ms median  ({what})");
-        vec![
+        let mut rows = vec![
             ("newest version", newest.to_string()),
             ("bytes published", format!("{published} against {full} in full, {ratio:.1}x fewer")),
             ("density", format!("{:.1} % of the elements changed, mean", 100.0 * self.density_mean)),
@@ -123,7 +126,12 @@ impl Summary {
             ("pause", format!("{pause:.1} ms median, {longest:.1} ms longest  (an engine did not generate)")),
             ("update", median(self.convergence_ms_median, "from its commit until all engines serve it")),
             ("staleness", format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max)),
-        ]
+        ];
+        if let Some(share) = self.weights_share {
+            let what = "publishing, waiting for a version, engines that stood still";
+            rows.push(("weights", format!("{:.1} % of the time  ({what})", 100.0 * share)));
+        }
+        rows
     }
 
     /// The table for a terminal.
@@ -270,6 +278,14 @@ fn draw_plot(area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, plot: &
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
     let (sum, count) = values.fold((0.0, 0u64), |(sum, count), value| (sum + value, count + 1));
     if count == 0 { 0.0 } else { sum / count as f64 }
+}
+
+/// The share of the time of steps that weights cost, of the steps that tell both.
+fn weights_share(steps: &[StepMetrics]) -> Option<f64> {
+    let (weights, wall) = steps
+        .iter()
+        .fold((0.0, 0.0), |(weights, wall), step| (weights + step.weights_ms, wall + step.wall_ms));
+    (wall > 0.0).then(|| weights / wall)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

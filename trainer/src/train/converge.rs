@@ -37,11 +37,11 @@ impl Session<'_> {
         metrics.engines_behind = behind;
         metrics.convergence_ms = update::milliseconds(begin.elapsed());
         let version = driftless_transport::Version(metrics.version);
-        if let Some(updates) = &self.updates {
+        if let Some(updates) = &mut self.updates {
             match updates.acknowledged(version, ACK_DEADLINE) {
                 Ok(told) => {
                     (metrics.prepare_ms, metrics.pause_ms) = (told.prepare_ms, told.pause_ms);
-                    metrics.not_compared = told.not_compared;
+                    (metrics.not_compared, metrics.hosts) = (told.not_compared, told.hosts);
                 }
                 Err(error) => tracing::warn!(%error, %label, "what its followers wrote cannot be read"),
             }

@@ -174,6 +174,7 @@ impl Session<'_> {
             self.attach()?;
         }
         self.tell(Event::Begin { step: self.step, of: self.options.num_rollout });
+        self.complete_at = Instant::now();
         self.catch_up()?;
         if self.options.num_rollout == 0 && self.step > 0 {
             self.evaluate(self.step)?;
@@ -344,12 +345,18 @@ impl Session<'_> {
     fn complete(&mut self, mut step: StepMetrics) -> Result<()> {
         let last = self.step == self.options.num_rollout;
         if last || self.step.is_multiple_of(self.options.update_weights_interval) {
+            let begin = Instant::now();
             step.publication = self.publish()?;
+            // Without a rollout under way, an engine that stands still holds up nothing else.
+            let pause_ms = step.publication.as_ref().and_then(|publication| publication.pause_ms);
+            let beside = pause_ms.filter(|_| self.ahead.is_some()).unwrap_or_default();
+            step.weights_ms = milliseconds(begin.elapsed()) + beside;
         }
         let interval = self.options.eval_interval;
         if last || (interval > 0 && self.step.is_multiple_of(interval)) {
             step.eval = self.evaluate(self.step)?;
         }
+        step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
         self.tell(Event::Step(&step));
         Ok(())

@@ -70,6 +70,8 @@ pub(super) struct Session<'o> {
     begins: BTreeMap<u64, Position>,
     /// When the newest rollout was complete, if this process has generated it.
     pub(super) complete_since: Option<Instant>,
+    /// When the step before was complete, or the loop began.
+    pub(super) complete_at: Instant,
     /// The rollout after the one that is trained on.
     pub(super) ahead: Option<InFlight>,
     /// The last step of an interrupted run, saved but perhaps not published or recorded.
@@ -123,6 +125,7 @@ impl<'o> Session<'o> {
             saved: 0,
             begins: BTreeMap::new(),
             complete_since: None,
+            complete_at: Instant::now(),
             ahead: None,
             unfinished: None,
             collection: None,

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftless_bridge::engine::LiveWeights;
 use driftless_bridge::fleet::Newest;
 use driftless_bridge::{Fleet, Label};
 use driftless_transport::activate::Compared;
-use driftless_transport::gc::Ack;
+use driftless_transport::gc::{Ack, Phases};
 use driftless_transport::manifest::Manifest;
 #[cfg(feature = "cuda")]
 use driftless_transport::publish::BaseMemory;
@@ -37,18 +37,27 @@ pub(super) struct Updates {
     steps: BTreeMap<u64, u64>,
     /// The same in the run's directory, for versions that the store has collected.
     versions: Versions,
+    /// The newest version when this process began, of whose way hosts told the one before.
+    newest_at_start: Option<Version>,
+    /// The last version of whose way each host has told.
+    heard: BTreeMap<String, Version>,
 }
 
 impl Updates {
     pub(super) fn new(publisher: Publisher, versions: Versions) -> Self {
         let (run, newest) = (publisher.run().clone(), publisher.version());
-        Updates { run, publisher: Some(publisher), newest, steps: BTreeMap::new(), versions }
+        Self::of(run, Some(publisher), newest, versions)
+    }
+
+    fn of(run: Run, publisher: Option<Publisher>, newest: Option<Version>, versions: Versions) -> Self {
+        let (steps, heard) = (BTreeMap::new(), BTreeMap::new());
+        Updates { run, publisher, newest, steps, versions, newest_at_start: newest, heard }
     }
 
     /// The versions of a run that a learner publishes.
     pub(super) fn watch(run: Run, versions: Versions) -> Result<Self> {
         let newest = run.newest_version(MODEL)?;
-        Ok(Updates { run, publisher: None, newest, steps: BTreeMap::new(), versions })
+        Ok(Self::of(run, None, newest, versions))
     }
 
     /// The newest version with the optimiser step it was made at.
@@ -191,11 +200,15 @@ impl Updates {
 
     /// What the followers wrote about `version`. Those that have it are waited for, up to `deadline`, until they have
     /// written what became of their engines.
-    pub(super) fn acknowledged(&self, version: Version, deadline: Duration) -> Result<Told> {
+    pub(super) fn acknowledged(&mut self, version: Version, deadline: Duration) -> Result<Told> {
         let end = Instant::now() + deadline;
         loop {
             let told = self.told(version)?;
             if !told.unfinished || Instant::now() + ACK_AGAIN >= end {
+                for (host, phases) in &told.hosts {
+                    let newest = phases.iter().map(|phases| phases.version).max();
+                    self.heard.extend(newest.map(|newest| (host.clone(), newest)));
+                }
                 return Ok(told);
             }
             std::thread::sleep(ACK_AGAIN);
@@ -207,9 +220,11 @@ impl Updates {
         for entry in self.run.followers()? {
             let bytes = self.run.store().get(&entry.key, None).map_err(driftless_transport::Error::from)?;
             // A follower that is at another version, or of a newer program, tells nothing about this one.
-            match serde_json::from_slice::<Ack>(&bytes) {
-                Ok(ack) if ack.version == version => told.add(&ack),
-                _ => {}
+            let Ok(ack) = serde_json::from_slice::<Ack>(&bytes) else { continue };
+            let host = entry.key.name();
+            told.add_phases(host, &ack, self.heard.get(host).copied().or(self.newest_at_start));
+            if ack.version == version {
+                told.add(&ack);
             }
         }
         Ok(told)
@@ -225,11 +240,25 @@ pub(super) struct Told {
     pub(super) pause_ms: Option<f64>,
     /// The first engine that serves it and of whose weights nothing was compared, and why.
     pub(super) not_compared: Option<String>,
+    /// What was not heard before of each host's versions.
+    pub(super) hosts: BTreeMap<String, Vec<Phases>>,
     /// Whether an engine beside one of them is not there yet, and nothing keeps it from coming.
     unfinished: bool,
 }
 
 impl Told {
+    /// Takes the phases of versions behind `heard`. Those of the last are complete once its engines serve it.
+    fn add_phases(&mut self, host: &str, ack: &Ack, heard: Option<Version>) {
+        let is_served = ack.engines.iter().all(|engine| engine.label.as_ref() == Some(&ack.label));
+        let is_new = |phases: &&Phases| {
+            heard.is_none_or(|heard| phases.version > heard) && (is_served || phases.version < ack.version)
+        };
+        let new: Vec<_> = ack.phases.iter().filter(is_new).cloned().collect();
+        if !new.is_empty() {
+            self.hosts.insert(host.to_owned(), new);
+        }
+    }
+
     fn add(&mut self, ack: &Ack) {
         self.prepare_ms = longer(self.prepare_ms, Some(ack.prepare_ms));
         for engine in &ack.engines {
@@ -320,6 +349,9 @@ pub(super) fn measured(published: &Published) -> PublicationMetrics {
         full_bytes: published.full_bytes,
         density: published.density(),
         encode_publish_ms: milliseconds(published.encode + published.upload),
+        encode_ms: milliseconds(published.encode),
+        put_ms: milliseconds(published.upload),
+        committed_at_ms: since_1970_ms(SystemTime::now()),
         ..PublicationMetrics::default()
     }
 }
@@ -342,6 +374,11 @@ pub(super) async fn check_equal(
         }
     }
     Ok(checked)
+}
+
+fn since_1970_ms(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or_default()
 }
 
 pub(super) fn milliseconds(duration: Duration) -> f64 {
@@ -369,6 +406,24 @@ mod tests {
         told.add(&ack("r:7", 19.0));
         told.add(&ack("r:7", 12.9));
         assert_eq!(told, Told { prepare_ms: Some(3.0), pause_ms: Some(19.0), ..Told::default() });
+    }
+
+    #[test]
+    fn phases_are_heard_once_and_of_the_last_version_when_it_is_served() {
+        let phases = |version| Phases { version: Version(version), ..Phases::default() };
+        let versions = |label: &str, heard: Option<u64>| {
+            let mut ack = ack(label, 1.0);
+            ack.phases = vec![phases(5), phases(6), phases(7)];
+            let mut told = Told::default();
+            told.add_phases("host", &ack, heard.map(Version));
+            told.hosts
+                .get("host")
+                .map(|phases| phases.iter().map(|phases| phases.version.0).collect::<Vec<_>>())
+        };
+        assert_eq!(versions("r:7", None), Some(vec![5, 6, 7]));
+        assert_eq!(versions("r:7", Some(5)), Some(vec![6, 7]));
+        assert_eq!(versions("r:6", Some(5)), Some(vec![6]), "its engine does not serve the last yet");
+        assert_eq!(versions("r:7", Some(7)), None);
     }
 
     #[test]

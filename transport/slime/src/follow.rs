@@ -55,7 +55,7 @@ pub fn plan(store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Plan> {
 }
 
 /// The route that slime's trainer calls, for
-/// [`ServeOptions::routes`](driftless_transport::serve::ServeOptions): `POST /pull_weights`.
+/// [`ServeOptions::routes`](https://docs.rs/driftless-follower): `POST /pull_weights`.
 pub fn routes(follower: Follower) -> Router {
     Router::new().route("/pull_weights", post(pull_weights)).with_state(follower)
 }

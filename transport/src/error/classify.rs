@@ -50,7 +50,8 @@ impl Error {
 
     /// True if bytes that came from a store are not what they must be, or lack a trusted signature; nothing
     /// of them was used.
-    pub(crate) fn is_refusal(&self) -> bool {
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
         matches!(
             self,
             Self::Corrupt { .. }

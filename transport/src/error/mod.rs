@@ -22,9 +22,6 @@ pub enum Error {
     /// What a store or a file system said.
     #[error(transparent)]
     Store(#[from] driftless_store::Error),
-    /// What a server of ours said: an address that it cannot listen on, or must not without a token.
-    #[error(transparent)]
-    Http(#[from] driftless_http::Error),
 
     // What was asked for, or given, that cannot be.
     /// A name (run, model, follower, tensor or file) that breaks the rules for it.

@@ -52,7 +52,7 @@ impl Follower {
     /// serve another one.
     pub(super) fn activate_in(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
         let options = &self.shared.options;
-        let Core { replica, engines, released, .. } = core;
+        let Core { replica, engines, released, is_new, .. } = core;
         let ordered = !options.coordinated || *released == replica.applied().map(|applied| applied.version);
         let checkpoint = replica.share()?;
         let manifest = Arc::new(replica.held()?.1.clone());
@@ -83,6 +83,9 @@ impl Follower {
         let activated = ask_all(engines, &stale, "activate", limit, leave, |_| Job::Activate(order.clone()));
         if ordered {
             checkpoint.want();
+            if std::mem::take(is_new) {
+                self.end_phases(&activated);
+            }
         }
 
         let mut first_failure = None;
@@ -102,6 +105,20 @@ impl Follower {
         }
         self.note_paused(engines, |_| false);
         first_failure.map_or(Ok(()), Err)
+    }
+
+    /// Adds what the first round of engines was to the phases of the version on disk.
+    fn end_phases(&self, activated: &[Option<Result<Answer>>]) {
+        let mut status = self.status_mut();
+        let Some(phases) = status.applied.as_mut().and_then(|ack| ack.phases.last_mut()) else { return };
+        for answer in activated {
+            if let Some(Ok(Answer::Activated(Activated { copy: Some(copy), patch: Some(patch), .. }))) =
+                answer
+            {
+                phases.served(millis(*copy), millis(*patch));
+            }
+        }
+        self.counters_mut().phased(phases.of_engine());
     }
 
     /// Compares a sample of the weights of each engine that says that it serves the version, where it is time for one.
@@ -165,14 +182,14 @@ impl Follower {
         };
         self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
         let activated = counted.ok().flatten();
-        if let Some(Activated { pause, how, compared }) = activated {
+        if let Some(Activated { pause, how, compared, .. }) = activated {
             let (engine, pause_ms) = (slot.worker.name(), millis(*pause));
             tracing::info!(engine, label, pause_ms, ?how, ?compared, "activated");
         }
         if let Some(entry) = self.status_mut().applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) {
             entry.up = !matches!(&outcome, Err(error) if is_away(error));
             entry.paused = entry.up && paused;
-            if let Some(Activated { pause, how, compared }) = activated {
+            if let Some(Activated { pause, how, compared, .. }) = activated {
                 entry.pause_ms = Some(millis(*pause));
                 (entry.how, entry.compared) = (how.clone(), compared.clone());
             }

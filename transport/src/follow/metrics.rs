@@ -24,6 +24,8 @@ pub(super) struct Counters {
     /// Since when the store has a version that is not on disk.
     behind: Option<Instant>,
     engines: BTreeMap<String, Engine>,
+    /// Milliseconds of each phase, summed.
+    phases: BTreeMap<&'static str, f64>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -48,6 +50,13 @@ impl Counters {
         self.prepare_failures += 1;
         self.refused += u64::from(error.is_refusal());
         self.last_error = Some(now);
+    }
+
+    /// Notes the phases of a version: those of the host once it is here, those of its engines once they serve it.
+    pub(super) fn phased(&mut self, phases: impl Iterator<Item = (&'static str, f64)>) {
+        for (name, ms) in phases {
+            *self.phases.entry(name).or_default() += ms;
+        }
     }
 
     /// Notes bytes that were read and are what they should be.
@@ -142,6 +151,17 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     {
         page.sample("apply_seconds_total", &[("phase", phase)], time.as_secs_f64());
     }
+    let help = "Time of the phases of versions, each of which begins where the one before ends.";
+    page.family("phase_seconds_total", "counter", help);
+    for (phase, ms) in &counters.phases {
+        page.sample("phase_seconds_total", &[("phase", phase)], ms / 1e3);
+    }
+    if let Some(last) = status.applied.as_ref().and_then(|ack| ack.phases.last()) {
+        page.family("last_phase_seconds", "gauge", "The same of the last version.");
+        for (phase, ms) in last.of_host().into_iter().chain(last.of_engine()) {
+            page.sample("last_phase_seconds", &[("phase", phase)], ms / 1e3);
+        }
+    }
     page.counter("prepare_failures_total", "Prepares that failed.", counters.prepare_failures);
     let help = "Prepares that ended at bytes which are not what they must be.";
     page.counter("refused_total", help, counters.refused);
@@ -221,7 +241,7 @@ mod tests {
     use driftless_store::ContentDigest;
 
     use super::*;
-    use crate::gc::{Ack, EngineStatus};
+    use crate::gc::{Ack, EngineStatus, Phases};
     use crate::ids::Version;
 
     /// The samples of a page by name and labels, read as the format's description says.
@@ -296,6 +316,7 @@ mod tests {
             prepare_ms: 1500.0,
             bytes: 7,
             engines: urls.iter().map(engine).collect(),
+            phases: vec![Phases { see_ms: 4.0, patch_ms: Some(20.0), ..Phases::default() }],
         };
         Status {
             id: "host \"0\"".into(),
@@ -323,6 +344,9 @@ mod tests {
             bytes: 900,
             changed: 40,
             journal: Duration::from_millis(250),
+            fetch: Duration::from_millis(30),
+            decode: Duration::from_millis(200),
+            offer: Duration::from_millis(500),
             overwrite: Duration::from_millis(500),
             sync: Duration::from_secs(1),
         };

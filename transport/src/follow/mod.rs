@@ -21,7 +21,7 @@ mod watch;
 mod worker;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftless_store::wait::{Stop, lock};
 use driftless_store::wrap::Count;
@@ -29,7 +29,7 @@ use driftless_store::{Store, chain_text};
 
 use crate::activate::Activate;
 use crate::error::{Error, Result};
-use crate::gc::{Ack, EngineStatus};
+use crate::gc::{Ack, EngineStatus, PHASES_MAX, Phases};
 use crate::ids::{Version, check_name};
 use crate::replica::{Advanced, Replica, refuse_foreign_place};
 use crate::source::{Asked, Source};
@@ -87,6 +87,8 @@ struct Core {
     engines: Vec<Slot>,
     /// The version that [`Follower::activate`] was last called for.
     released: Option<Version>,
+    /// The version on disk is new: engines that are brought to it now end its phases.
+    is_new: bool,
 }
 
 impl Follower {
@@ -143,7 +145,7 @@ impl Follower {
             error: None,
         };
         record_applied(&mut status, &replica, &engines, Duration::ZERO, 0);
-        let core = Core { replica, source, engines, released: None };
+        let core = Core { replica, source, engines, released: None, is_new: false };
         let shared = Shared {
             store,
             options,
@@ -347,19 +349,34 @@ impl Follower {
 
     /// Notes what became of the replica.
     fn moved(&self, core: &mut Core, started: Instant, moved: Result<Advanced>) -> Result<Prepared> {
-        let Core { replica, engines, .. } = core;
-        let bytes = moved.as_ref().map_or(0, |advanced| advanced.bytes);
+        let Core { replica, engines, is_new, .. } = core;
+        let (took, bytes) = (started.elapsed(), moved.as_ref().map_or(0, |advanced| advanced.bytes));
         if !moved.as_ref().is_ok_and(|advanced| advanced.versions == 0) {
             // Also after an error: versions applied before it stay applied. What an engine refused is another
             // version now.
             engines.iter_mut().for_each(|slot| slot.load_at = Instant::now());
-            record_applied(&mut self.status_mut(), replica, engines, started.elapsed(), bytes);
+            record_applied(&mut self.status_mut(), replica, engines, took, bytes);
         }
         let advanced = moved?;
+        if advanced.versions > 0 {
+            *is_new = true;
+            self.keep_phases(&advanced, took);
+        }
         let (applied, _) = replica.held()?;
         let prepared = Prepared { version: applied.version, label: applied.label(), advanced };
         self.acknowledge(core);
         Ok(prepared)
+    }
+
+    /// Keeps the phases of the version that was just brought here; a prepare took so long.
+    fn keep_phases(&self, advanced: &Advanced, took: Duration) {
+        let mut status = self.status_mut();
+        let Some(ack) = &mut status.applied else { return };
+        let phases = phases(ack.version, advanced, took);
+        self.counters_mut().phased(phases.of_host().into_iter());
+        ack.phases.push(phases);
+        let over = ack.phases.len().saturating_sub(PHASES_MAX);
+        ack.phases.drain(..over);
     }
 
     /// Moves the replica to the version asked for, or to the newest.
@@ -422,17 +439,9 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
         status.applied = None;
         return;
     };
-    let before = status.applied.take().map(|ack| ack.engines);
-    let unknown = |slot: &Slot| EngineStatus {
-        url: slot.worker.name().to_owned(),
-        label: None,
-        up: false,
-        paused: false,
-        pause_ms: None,
-        how: None,
-        compared: None,
-        error: None,
-    };
+    let (before, phases) = status.applied.take().map(|ack| (ack.engines, ack.phases)).unzip();
+    let unknown =
+        |slot: &Slot| EngineStatus { url: slot.worker.name().to_owned(), ..EngineStatus::default() };
     status.applied = Some(Ack {
         version: applied.version,
         label: applied.label(),
@@ -440,7 +449,26 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
         prepare_ms: millis(prepare),
         bytes,
         engines: before.unwrap_or_else(|| engines.iter().map(unknown).collect()),
+        phases: phases.unwrap_or_default(),
     });
+}
+
+/// The host's phases of a prepare that took so long and ends now.
+fn phases(version: Version, advanced: &Advanced, took: Duration) -> Phases {
+    let Advanced { journal, fetch, decode, offer, sync, .. } = *advanced;
+    let began_at = SystemTime::now().checked_sub(took).unwrap_or(SystemTime::UNIX_EPOCH);
+    let since_1970 = began_at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    Phases {
+        version,
+        began_at_ms: u64::try_from(since_1970.as_millis()).unwrap_or_default(),
+        see_ms: millis(took.saturating_sub(sync + journal + offer)),
+        sync_ms: millis(sync),
+        fetch_ms: millis(fetch),
+        decode_ms: millis(decode),
+        journal_ms: millis(journal.saturating_sub(fetch + decode)),
+        offer_ms: millis(offer),
+        ..Phases::default()
+    }
 }
 
 /// Milliseconds, to the microsecond: so few digits survive JSON exactly.

@@ -25,7 +25,7 @@ use crate::ids::Version;
 use crate::run::{Floor, Run, Tombstone};
 use plan::Places;
 
-pub use ack::{Ack, Compared, EngineStatus, How};
+pub use ack::{Ack, Compared, EngineStatus, How, PHASES_MAX, Phases};
 pub use lease::Lease;
 pub(crate) use lease::{Record, writer_of};
 pub(crate) use plan::is_publishers;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::prefault::WriteMaps;
 use super::state::State;
@@ -170,14 +170,17 @@ impl Replica {
         let mut maps = written_now.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
         let sealed = self.journal_publications(versions, &objects, &mut maps, offering.as_ref());
         let (journal, bytes) = (started.elapsed(), objects.fetched());
+        let fetch = objects.last_came().map_or(Duration::ZERO, |at| at.duration_since(started));
+        let decoded = sealed.as_ref().map_or(journal, |at| at.duration_since(started));
         let overwrite = self.carry_out(sealed, maps, offering)?;
+        let (decode, offer) = (decoded.saturating_sub(fetch), started.elapsed().saturating_sub(journal));
         let changed = versions.iter().map(|committed| committed.manifest.changed).sum();
         tracing::info!(
             dir = %self.dir.display(), version = %last.manifest.version, versions = versions.len(), bytes, changed,
             journal_ms = journal.as_millis() as u64, overwrite_ms = overwrite.as_millis() as u64, "applied"
         );
         let versions = versions.len() as u64;
-        Ok(Advanced { versions, bytes, changed, journal, overwrite, sync })
+        Ok(Advanced { versions, bytes, changed, journal, fetch, decode, offer, overwrite, sync })
     }
 
     /// Whether `committed` is a delta on the version that is here.
@@ -187,16 +190,18 @@ impl Replica {
             && committed.manifest.base == self.identity()
     }
 
-    /// Seals the journal of publications in a row. Pages of `maps` that will be overwritten are made
-    /// ready.
+    /// Seals the journal of publications in a row, and returns when everything was decoded. Pages of `maps` that will be
+    /// overwritten are made ready.
     fn journal_publications(
         &self,
         versions: &[Committed],
         objects: &objects::Objects<'_>,
         maps: &mut WriteMaps,
         offering: Option<&Offering>,
-    ) -> Result<()> {
-        let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(()) };
+    ) -> Result<Instant> {
+        let (Some(first), Some(last)) = (versions.first(), versions.last()) else {
+            return Ok(Instant::now());
+        };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
                 let (path, buffers) = (self.layout.journal(), &self.buffers);
@@ -220,6 +225,9 @@ impl Advanced {
         self.bytes += other.bytes;
         self.changed += other.changed;
         self.journal += other.journal;
+        self.fetch += other.fetch;
+        self.decode += other.decode;
+        self.offer += other.offer;
         self.overwrite += other.overwrite;
         self.sync += other.sync;
     }

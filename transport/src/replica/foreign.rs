@@ -97,7 +97,8 @@ impl Replica {
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
             overwrite_ms = overwrite.as_millis() as u64, "applied"
         );
-        Ok(Advanced { versions: 1, bytes: 0, changed, journal, overwrite, sync })
+        let offer = started.elapsed().saturating_sub(journal);
+        Ok(Advanced { versions: 1, changed, journal, offer, overwrite, sync, ..Advanced::default() })
     }
 }
 

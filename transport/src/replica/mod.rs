@@ -127,6 +127,12 @@ pub struct Advanced {
     pub changed: u64,
     /// Fetching, checking, decoding and writing the journal, up to its sync.
     pub journal: Duration,
+    /// Of `journal`, until the last byte had arrived.
+    pub fetch: Duration,
+    /// Of `journal`, from then until everything was decoded and checked.
+    pub decode: Duration,
+    /// From the synced journal until engines could be asked to take the version: `overwrite`, or an offer to plugins.
+    pub offer: Duration,
     /// Overwriting: at its end an engine could load the version.
     pub overwrite: Duration,
     /// Waiting, before any of it, until the version before was durable, which it becomes behind its own

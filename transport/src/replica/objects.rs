@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::Scope;
+use std::time::Instant;
 
 use driftless_store::wait::lock;
 use driftless_store::{Error as StoreError, Object};
@@ -33,6 +34,8 @@ pub(super) struct Objects<'a> {
     fetch: &'a FetchObject<'a>,
     cache: Mutex<Cache>,
     fetched: AtomicU64,
+    /// When the last one arrived.
+    came: Mutex<Option<Instant>>,
     ahead: Mutex<Ahead>,
     moved: Condvar,
 }
@@ -87,8 +90,8 @@ impl Deref for ObjectRange {
 
 impl<'a> Objects<'a> {
     pub(super) fn new(versions: &'a [Committed], fetch: &'a FetchObject<'a>) -> Self {
-        let (cache, ahead) = (Mutex::default(), Mutex::default());
-        Self { versions, fetch, cache, fetched: AtomicU64::new(0), ahead, moved: Condvar::new() }
+        let (cache, came, ahead) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { versions, fetch, cache, fetched: AtomicU64::new(0), came, ahead, moved: Condvar::new() }
     }
 
     /// Has threads fetch objects a little ahead of those that ask for them, about in this order, until what is
@@ -145,6 +148,11 @@ impl<'a> Objects<'a> {
         self.fetched.load(Relaxed)
     }
 
+    /// When the last object arrived; `None` before the first.
+    pub(super) fn last_came(&self) -> Option<Instant> {
+        *lock(&self.came)
+    }
+
     /// A range of an object of the publication `number`; the manifest's own check has already placed it
     /// inside.
     pub(super) fn range(&self, number: usize, object: u32, offset: u64, length: u64) -> Result<ObjectRange> {
@@ -182,6 +190,7 @@ impl<'a> Objects<'a> {
         driftless_store::os::crash_point("follow.fetch")?;
         let fetched = (self.fetch)(entry)?;
         self.fetched.fetch_add(fetched.len() as u64, Relaxed);
+        *lock(&self.came) = Some(Instant::now());
         Ok(fetched.into())
     }
 

@@ -4,6 +4,7 @@
 
 use std::path::Path;
 use std::thread;
+use std::time::Instant;
 
 use driftless_store::os::sync_dir;
 
@@ -36,7 +37,7 @@ fn bounds() -> Bounds {
 
 /// Writes and seals the journal that takes `base` over `versions` by their deltas. All versions tie the same
 /// names. Pages of `maps`, the base's files, are prefaulted where they will change. What changes is added to
-/// `offering`, while its old bytes are at hand. `buffers` are of no use after it.
+/// `offering`, while its old bytes are at hand. `buffers` are of no use after it. Returns when everything was decoded.
 pub(super) fn journal_deltas(
     path: &Path,
     base: &State,
@@ -45,8 +46,8 @@ pub(super) fn journal_deltas(
     objects: &Objects<'_>,
     buffers: &Buffers,
     offering: Option<&Offering>,
-) -> Result<()> {
-    let Some(last) = versions.last() else { return Ok(()) };
+) -> Result<Instant> {
+    let Some(last) = versions.last() else { return Ok(Instant::now()) };
     let mut before = &base.manifest;
     for committed in versions {
         check_same_form(before, &committed.manifest)?;
@@ -82,7 +83,8 @@ pub(super) fn journal_deltas(
         as_they_come(&weights, bounds(), work, take)
     })?;
     journal_files(&journal, &base.manifest.files, true, versions, objects)?;
-    seal(journal, last, &tables)
+    let decoded = Instant::now();
+    seal(journal, last, &tables).map(|()| decoded)
 }
 
 /// Journals the files of the last version that are not among `old` (with `keep`), and the removal of those it
@@ -115,7 +117,7 @@ fn read_file(number: usize, file: &File, objects: &Objects<'_>) -> Result<AuxFil
 }
 
 /// Writes the tensors of the last version into `staging`, from the first one in full and the deltas behind
-/// it, and seals the journal that installs them.
+/// it, and seals the journal that installs them. Returns when everything was decoded.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
@@ -125,8 +127,8 @@ pub(super) fn journal_full(
     objects: &Objects<'_>,
     old_files: &[File],
     stale: &[String],
-) -> Result<()> {
-    let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(()) };
+) -> Result<Instant> {
+    let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(Instant::now()) };
     if !first.manifest.is_anchor() {
         return Err(Error::Unsupported {
             what: format!("starting at version {} of run {}", first.manifest.version, first.manifest.run_id),
@@ -166,6 +168,7 @@ pub(super) fn journal_full(
             })
         })
     })?;
+    let decoded = Instant::now();
     sync_dir(staging)?;
     // A journal may survive only with what it installs: a name that is gone from here counts as installed.
     staging.parent().map_or(Ok(()), sync_dir)?;
@@ -177,7 +180,7 @@ pub(super) fn journal_full(
         journal.push(Record::Remove { name })?;
     }
     journal_files(&journal, old_files, false, versions, objects)?;
-    seal(journal, last, &tables)
+    seal(journal, last, &tables).map(|()| decoded)
 }
 
 /// Adds the manifest and the digest tables, and seals.

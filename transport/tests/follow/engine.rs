@@ -87,6 +87,7 @@ impl Activate for Fake {
         assert_eq!(target.manifest.label(), target.label);
         let compared = Compared::Not { why: "a fake".into() };
         let done = Activated::default().with_pause(Duration::from_millis(7)).with_compared(compared);
+        let done = done.with_copy(Duration::from_millis(40)).with_patch(Duration::from_millis(20));
         Ok(done.with_how(How::Loaded { why: None }))
     }
 

@@ -1,8 +1,8 @@
 //! What a follower answers over HTTP.
 
+use driftless_follower::{ServeOptions, serve};
 use driftless_transport::follow::{PrepareReply, Status};
-use driftless_transport::serve::{ServeOptions, serve};
-use driftless_transport::{Error, Run, Version};
+use driftless_transport::{Run, Version};
 
 use super::{Engine, Fixture, Mood};
 use driftless_testkit::http::exchange;
@@ -71,7 +71,7 @@ fn token_guards_all_but_health_and_a_taken_port_is_an_error() {
     assert_eq!(call("/status", Some("Secret")), 401);
     assert_eq!(call("/status", Some("secret")), 200);
     let error = serve(follower.clone(), ServeOptions::new(server.addr())).unwrap_err();
-    assert!(matches!(error, Error::Http(driftless_http::Error::Listen { .. })), "{error:?}");
+    assert!(matches!(error, driftless_http::Error::Listen { .. }), "{error:?}");
     let addr = server.addr();
     drop(server);
     serve(follower, ServeOptions::new(addr)).unwrap();

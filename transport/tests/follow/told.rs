@@ -122,3 +122,48 @@ fn lease_that_another_process_renews_is_told_of_once() {
     let leases = leases_at(fixture.publisher.run(), &GcOptions::new(MODEL), None).unwrap();
     assert_eq!(leases.len(), 1, "one hides the other");
 }
+
+#[test]
+fn phases_of_the_last_64_versions_add_up_and_are_acknowledged() {
+    let mut fixture = Fixture::new();
+    let follower = fixture.follower(vec![Engine::default().fake("http://a")]);
+    for version in 0..66u64 {
+        if version > 0 {
+            fixture.publish();
+        }
+        follower.prepare(None).unwrap();
+        follower.activate().unwrap();
+        let ack = follower.status().applied.unwrap();
+        let phases = ack.phases.last().unwrap();
+        assert_eq!(phases.version, Version(version));
+        let host: f64 = phases.of_host().into_iter().map(|(_, ms)| ms).sum();
+        assert!((host - ack.prepare_ms).abs() < 0.01, "{phases:?} of {}", ack.prepare_ms);
+        assert!(phases.decode_ms + phases.fetch_ms + phases.journal_ms > 0.0, "{phases:?}");
+        assert_eq!(phases.of_engine().collect::<Vec<_>>(), [("copy", 40.0), ("patch", 20.0)]);
+    }
+    let ack = fixture.ack();
+    let versions: Vec<_> = ack.phases.iter().map(|phases| phases.version.0).collect();
+    assert_eq!(versions, (2..66).collect::<Vec<_>>());
+    assert!(ack.phases.windows(2).all(|pair| pair[0].began_at_ms <= pair[1].began_at_ms));
+    let metrics = follower.metrics();
+    assert!(metrics.contains("last_phase_seconds{phase=\"copy\"} 0.04"), "{metrics}");
+    assert!(metrics.contains("phase_seconds_total{phase=\"patch\"} 1.32"), "{metrics}");
+    // A later look at the engines adds nothing.
+    follower.activate().unwrap();
+    assert_eq!(follower.metrics().lines().filter(|line| line.contains("\"patch\"} 1.32")).count(), 1);
+}
+
+#[test]
+fn engine_that_comes_back_does_not_change_the_phases() {
+    let fixture = Fixture::new();
+    let engine = Engine::default();
+    let follower = fixture.follower(vec![engine.fake("http://a")]);
+    follower.prepare(None).unwrap();
+    follower.activate().unwrap();
+    let before = follower.status().applied.unwrap().phases;
+    engine.0.lock().unwrap().serving = None;
+    follower.activate().unwrap();
+    assert_eq!(engine.activations(), 2);
+    assert_eq!(follower.status().applied.unwrap().phases, before);
+    assert!(follower.metrics().contains("phase_seconds_total{phase=\"patch\"} 0.02"));
+}

@@ -12,6 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use driftless_follower::{ServeOptions, serve};
 use driftless_http::Server;
 use driftless_http::listen::Limits;
 use driftless_relay::RelayOptions;
@@ -19,7 +20,6 @@ use driftless_store::Store;
 use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Start};
-use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Follower, Version};
 
 const TOKEN: &str = "the token";

@@ -95,8 +95,13 @@ pub(super) const HOUSES: &[House] = &[
             &["publish"],
             &["activate", "source", "foreign"],
             &["follow"],
-            &["serve"],
         ],
+    },
+    House {
+        name: "driftless-follower",
+        below: &["driftless-http", "driftless-store", "driftless-transport"],
+        lines_max: LINES_MAX,
+        floors: &[],
     },
     House {
         name: "driftless-slime",

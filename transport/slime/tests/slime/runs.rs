@@ -6,12 +6,12 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
+use driftless_follower::{ServeOptions, serve};
 use driftless_slime::{Checksum, Encoding};
 use driftless_store::wait::Stop;
 use driftless_store::wrap::{Fault, When};
 use driftless_store::{Disk, Error as StoreError, Key, PutMode, Store};
 use driftless_transport::publish::Start;
-use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Dtype, Error, Replica, Version};
 
 use crate::reference::{Delta, receive};

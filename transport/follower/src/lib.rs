@@ -1,5 +1,4 @@
-//! A follower's HTTP interface, for coordinators and operators. `docs/wire/follower.md` documents the wire
-//! format.
+#![doc = include_str!("../README.md")]
 
 use std::net::SocketAddr;
 
@@ -16,9 +15,8 @@ use driftless_http::{Server, Threads, Token, check_exposure, metrics, refuse};
 use driftless_store::{Error as StoreError, chain_text};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::follow::{Follower, PrepareReply};
-use crate::ids::Version;
+use driftless_transport::follow::PrepareReply;
+use driftless_transport::{Error, Follower, Version};
 
 /// Requests carry a version number at most.
 const BODY_BYTES_MAX: usize = 4096;
@@ -54,9 +52,9 @@ impl ServeOptions {
 ///
 /// # Errors
 ///
-/// [`Error::Http`] for an address other than loopback without a token, an empty token, or an address that cannot be
+/// Those of [`check_exposure`] and [`Server::start`]: an address other than loopback without a token, an empty token, or an address that cannot be
 /// had.
-pub fn serve(follower: Follower, options: ServeOptions) -> Result<Server> {
+pub fn serve(follower: Follower, options: ServeOptions) -> Result<Server, driftless_http::Error> {
     let ServeOptions { addr, token, limits, routes } = options;
     check_exposure("follower address", addr, token.as_deref())?;
     let router = router(follower, token, routes);
@@ -115,7 +113,7 @@ async fn page(State(follower): State<Follower>) -> Response {
 
 /// Runs a follower's call off the server's thread. It goes on to its end even if the client hangs up.
 async fn blocking<T: Serialize + Send + 'static>(
-    call: impl FnOnce() -> Result<T> + Send + 'static,
+    call: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> Response {
     match tokio::task::spawn_blocking(call).await {
         Ok(Ok(reply)) => Json(reply).into_response(),
