@@ -2,7 +2,7 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
-use crate::cli::shared::run::{leases_json, leases_table, model};
+use crate::cli::shared::run::{kind, kind_text, leases_json, leases_table, model, stored_bytes};
 use crate::cli::shared::{numbers, paths, store};
 use driftless::store::{Store, redact};
 use driftless::transport::gc::{GcOptions, leases_at};
@@ -171,7 +171,7 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
         let row = |link: &Link| {
             vec![
                 link.version.to_string(),
-                if link.anchor && link.kind == "delta" { "delta, anchor" } else { link.kind }.to_owned(),
+                kind_text(link.kind, link.anchor).to_owned(),
                 link.base.map_or_else(|| "-".to_owned(), |base| base.to_string()),
                 if link.kind == "collected" { "-".to_owned() } else { link.trainer_step.to_string() },
                 link.bytes.to_string(),
@@ -226,19 +226,6 @@ fn version(manifest: &Manifest, output: Output) -> Result<()> {
              step {trainer_step}, {bytes} bytes in {objects} and the manifest, {changed}\n{tensors}"
         )
     })
-}
-
-fn kind(manifest: &Manifest) -> &'static str {
-    match manifest.kind {
-        Kind::Full => "full",
-        Kind::Delta => "delta",
-        Kind::Reference => "reference",
-    }
-}
-
-/// Bytes of a publication: its objects and its manifest, as `publish` counts them.
-fn stored_bytes(manifest: &Manifest) -> Result<u64> {
-    Ok(manifest.object_bytes() + manifest.to_bytes()?.len() as u64)
 }
 
 /// Changed elements / all elements, of a version that is a difference to another.

@@ -1,19 +1,17 @@
 //! What `driftless follow` shows of its work: a line a version, and on a terminal how far it is.
 
-use crate::cli::shared::output::Output;
+use crate::cli::shared::engines::{came_by, listed};
+use crate::cli::shared::output::{Output, short};
 use crate::cli::shared::progress;
 use driftless::store::wait::lock;
 use driftless::store::wrap::Count;
-use driftless::transport::activate::{Compared, How};
+use driftless::transport::activate::Compared;
 use driftless::transport::follow::Status;
 use driftless::transport::gc::{EngineStatus, Phases};
 use driftless::transport::{Follower, Version};
 use indicatif::{HumanBytes, ProgressBar};
 use serde::Serialize;
 use std::sync::{Arc, Mutex};
-
-/// Characters of what an engine said that go into a line.
-const REASON_CHARS: usize = 200;
 
 /// What is said of a version once engines were asked to serve it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -55,12 +53,8 @@ impl Way {
     fn all(engines: &[&EngineStatus]) -> Vec<Way> {
         let mut ways = Vec::<Way>::new();
         for engine in engines {
-            let (how, why) = match &engine.how {
-                Some(How::Patched) => ("patched", None),
-                Some(How::Pushed) => ("pushed", None),
-                Some(How::Loaded { why }) => ("loaded", why.as_deref().map(short)),
-                None => continue,
-            };
+            let Some((how, why)) = engine.how.as_ref().map(came_by) else { continue };
+            let why = why.map(short);
             let pause_ms = engine.pause_ms.unwrap_or_default();
             match ways.iter_mut().find(|way| way.how == how) {
                 Some(way) => (way.engines, way.pause_ms) = (way.engines + 1, way.pause_ms.max(pause_ms)),
@@ -121,11 +115,12 @@ impl Line {
             None if *bytes == 0 => format!("version {version}, on disk already"),
             None => format!("version {version}: {bytes} bytes in {prepare_ms:.0} ms"),
         };
-        text += &self.phases.iter().map(|phases| listed(phases.of_host())).collect::<String>();
+        let phases = self.phases.as_ref();
+        phases.and_then(|phases| listed(phases.of_host())).iter().for_each(|list| text += &format!(" ({list})"));
         if *engines > 0 {
             text += &format!(", on {serving} of {engines} engines");
         }
-        text += &self.phases.iter().map(|phases| listed(phases.of_engine())).collect::<String>();
+        phases.and_then(|phases| listed(phases.of_engine())).iter().for_each(|list| text += &format!(" ({list})"));
         let alone = self.ways.len() == 1;
         for way in &self.ways {
             text += &format!(", {}", way.text(alone));
@@ -139,22 +134,6 @@ impl Line {
         }
         self.error.iter().for_each(|error| text += &format!("; {error}"));
         text
-    }
-}
-
-/// ` (fetch 20, decode 95)`: the phases that round to a millisecond or more; nothing where none does.
-fn listed(phases: impl IntoIterator<Item = (&'static str, f64)>) -> String {
-    let long = phases.into_iter().filter(|(_, ms)| *ms >= 0.5).map(|(name, ms)| format!("{name} {ms:.0}"));
-    let long = long.collect::<Vec<_>>().join(", ");
-    if long.is_empty() { long } else { format!(" ({long})") }
-}
-
-/// What an engine said, in one line that no terminal obeys.
-fn short(text: &str) -> String {
-    let plain = text.replace(char::is_control, " ");
-    match plain.char_indices().nth(REASON_CHARS) {
-        Some((end, _)) => format!("{}…", &plain[..end]),
-        None => plain,
     }
 }
 
@@ -212,6 +191,7 @@ pub(super) fn versions(follower: &Follower, store: Arc<Count>, lines: Option<Out
 #[cfg(test)]
 mod tests {
     use super::*;
+    use driftless::transport::activate::How;
     use serde_json::json;
 
     fn status(version: u64, labels: &[&str]) -> Status {

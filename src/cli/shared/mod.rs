@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `error`, `output`, `progress` | how a command ends, prints, and shows that it goes on |
 //! | `paths`, `numbers`, `keys` | what flags name, checked before anything is made |
-//! | `run`, `store`, `slime`, `transport`, `engines` | flags that commands share: runs, stores, slime's layout, ways of weights, which engines are taken |
+//! | `run`, `store`, `slime`, `transport`, `engines` | flags that commands share: runs, stores, slime's layout, ways of weights, which engines are taken and how they came by a version |
 //! | `signals`, `mapped`, `failpoints` | the process: its end, unreadable pages, crash points |
 
 pub(crate) mod engines;

@@ -27,8 +27,9 @@ impl Output {
     /// Prints `value` as JSON, or what `text` makes of it.
     pub(crate) fn print<T: Serialize>(self, value: &T, text: impl FnOnce(&T) -> String) -> Result<()> {
         let line = if self.json {
-            serde_json::to_string(value)
-                .map_err(|source| Error::Json { what: "result".to_owned(), source })?
+            let line = serde_json::to_string(value)
+                .map_err(|source| Error::Json { what: "result".to_owned(), source })?;
+            json_escaped(&line)
         } else {
             text(value)
         };
@@ -90,12 +91,46 @@ pub(crate) fn without_secrets(text: &str) -> String {
 
 /// The text of a line, without what moves a terminal's cursor or turns its writing around.
 pub(crate) fn printable(line: &str) -> String {
-    let turns = |letter| matches!(letter, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let shown = |letter: char| match letter.is_control() || turns(letter) {
-        true => letter.escape_default().to_string(),
-        false => letter.to_string(),
-    };
-    line.chars().map(shown).collect()
+    escaped(line, |letter| letter.escape_default().to_string())
+}
+
+/// JSON that says the same, without what a terminal would obey: such characters stand in its strings alone.
+fn json_escaped(line: &str) -> String {
+    escaped(line, |letter| format!("\\u{:04x}", u32::from(letter)))
+}
+
+/// Characters of what an engine said that go into a line.
+const REASON_CHARS: usize = 200;
+
+/// What an engine said, in one line that no terminal obeys.
+pub(crate) fn short(text: &str) -> String {
+    cut(text, REASON_CHARS)
+}
+
+/// At most `chars` characters of a text, in one line that no terminal obeys.
+pub(crate) fn cut(text: &str, chars: usize) -> String {
+    let shown = text.chars().take(chars).map(|letter| if is_order(letter) { ' ' } else { letter });
+    let mut plain: String = shown.collect();
+    if text.chars().nth(chars).is_some() {
+        plain.pop();
+        plain.push('…');
+    }
+    plain
+}
+
+/// A line in which `escape` writes what a terminal would obey.
+fn escaped(line: &str, escape: impl Fn(char) -> String) -> String {
+    let mut shown = String::with_capacity(line.len());
+    for letter in line.chars() {
+        if is_order(letter) { shown += &escape(letter) } else { shown.push(letter) }
+    }
+    shown
+}
+
+/// Whether a terminal obeys a character: it moves the cursor or turns the writing around.
+fn is_order(letter: char) -> bool {
+    let turns = matches!(letter, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    letter.is_control() || turns
 }
 
 /// A table with a header and aligned columns.
@@ -126,6 +161,22 @@ mod tests {
     fn printable_has_no_controls() {
         let line = super::printable("a\u{1b}[2Jé\t\u{202e}b");
         assert_eq!(line, "a\\u{1b}[2Jé\\t\\u{202e}b");
+    }
+
+    #[test]
+    fn cut_text_has_its_length_and_no_controls() {
+        assert_eq!(super::cut("a\u{1b}[2J\nb\u{202e}", 7), "a [2J …");
+        assert_eq!(super::cut("héllo", 5), "héllo");
+        assert_eq!(super::short(&"x".repeat(201)), "x".repeat(199) + "…");
+    }
+
+    #[test]
+    fn json_escapes_what_a_terminal_obeys_and_stays_the_same_text() {
+        let said = "a\u{9b}2J\u{7f}é\u{202e}b";
+        let line = serde_json::to_string(said).expect("JSON");
+        let line = super::json_escaped(&line);
+        assert_eq!(line, r#""a\u009b2J\u007fé\u202eb""#);
+        assert_eq!(serde_json::from_str::<String>(&line).expect("JSON"), said);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::table;
 use crate::cli::shared::slime::Layout;
 use driftless::transport::gc::Lease;
+use driftless::transport::manifest::{Kind, Manifest};
 use driftless::transport::{Run, Version};
 use serde_json::{Value, json};
 
@@ -52,6 +53,25 @@ pub(crate) fn model(run: &Run, asked: Option<String>) -> Result<Option<String>> 
             Err(Error::usage(what, "--model to choose one", models.join(", ")))
         }
     }
+}
+
+/// The kind of a version, as results have it.
+pub(crate) fn kind(manifest: &Manifest) -> &'static str {
+    match manifest.kind {
+        Kind::Full => "full",
+        Kind::Delta => "delta",
+        Kind::Reference => "reference",
+    }
+}
+
+/// The kind of a version for people, who want to know of anchors too. A version in full is one anyway.
+pub(crate) fn kind_text(kind: &'static str, anchor: bool) -> &'static str {
+    if anchor && kind == "delta" { "delta, anchor" } else { kind }
+}
+
+/// Bytes of a publication: its objects and its manifest, as `publish` counts them.
+pub(crate) fn stored_bytes(manifest: &Manifest) -> Result<u64> {
+    Ok(manifest.object_bytes() + manifest.to_bytes()?.len() as u64)
 }
 
 /// Leases as JSON has them.
