@@ -22,6 +22,7 @@ mod repair;
 #[cfg(feature = "torch")]
 mod serve;
 mod shared;
+mod status;
 mod train;
 #[cfg(feature = "torch")]
 mod train_rank;
@@ -105,6 +106,7 @@ commands! {
     Coordinate: coordinate,
     Data: data,
     Delta: delta,
+    Status: status,
     Inspect: inspect,
     Gc: gc,
     Keygen: keygen,

@@ -84,7 +84,7 @@ fn commands_that_wait_for_a_dead_bucket_end_at_a_signal() {
     run.made.step(1);
     let [baseline, host] = ["baseline", "host"].map(|name| run.path(name).display().to_string());
     // The first two hold a directory, and have some seconds to let go of it; the others hold nothing.
-    let commands: [(&str, &[&str], bool); 4] = [
+    let commands: [(&str, &[&str], bool); 5] = [
         (
             "publish",
             &["--run", "r", "--new-run", "--checkpoint", &checkpoint, "--baseline-dir", &baseline],
@@ -93,6 +93,7 @@ fn commands_that_wait_for_a_dead_bucket_end_at_a_signal() {
         ("follow", &["--run", "r", "--checkpoint-dir", &host, "--once"], true),
         ("inspect", &[], false),
         ("gc", &["--run", "r"], false),
+        ("status", &["--run", "r"], false),
     ];
     for (name, args, holds) in commands {
         let bucket = Dead::new();

@@ -17,6 +17,7 @@ mod repair;
 mod serving;
 mod shown;
 mod signed;
+mod status;
 mod surface;
 mod vllm;
 

@@ -191,7 +191,7 @@ fn a_directory_of_somebody_else_stays_as_it_was() {
 fn model_that_the_run_lacks_is_refused_with_those_it_has() {
     let mut run = Run::new();
     run.publish();
-    for name in ["inspect", "gc"] {
+    for name in ["inspect", "gc", "status"] {
         let words = refused(run.command(name).args(["--model", "polcy"]));
         assert!(words.contains("polcy") && words.contains("policy"), "{words}");
     }
@@ -313,7 +313,7 @@ fn secrets_in_addresses_are_not_printed() {
         "http://u:hid?hidden@h:1",
     ];
     for secret in secrets {
-        let stores = ["follow", "inspect", "gc", "publish", "relay"].map(|name| {
+        let stores = ["follow", "inspect", "gc", "status", "publish", "relay"].map(|name| {
             let mut command = driftless();
             command.args([name, "--run", "r", "--store", secret]);
             command
@@ -349,6 +349,7 @@ fn a_run_that_is_not_there_is_no_reason_to_begin_one_by_reading() {
     let (status, words) = code(run.command("inspect").args(["--version", "0"]));
     assert_eq!(status, Some(1), "{words}");
     assert!(words.contains("no run named `test`") && words.contains("inspect --store URL"), "{words}");
+    assert_eq!(code(&mut run.command("status")), (Some(1), words), "as `inspect` says it");
     let words = refused(driftless().arg("inspect"));
     assert!(words.contains("URL of a run"), "{words}");
 }
@@ -364,6 +365,8 @@ fn run_without_a_version_is_shown_as_one() {
     assert_eq!(status, Some(0), "{words}");
     let words = refused(&mut run.command("gc"));
     assert!(words.contains("none yet"), "{words}");
+    let shown = json(&mut run.command("status"));
+    assert_eq!((&shown["trainer"], &shown["followers"]), (&serde_json::Value::Null, &serde_json::json!([])));
 }
 
 #[test]

@@ -1,0 +1,90 @@
+//! `driftless status`: what a trainer and its followers left in a store.
+
+use crate::Run;
+use crate::common::{json, run};
+use driftless_testkit::sglang::{Fake, checkpoint};
+use driftless_testkit::tree::tree;
+use std::path::PathBuf;
+
+/// Publishes a Qwen3 checkpoint that the fake engine loads.
+fn publish(run: &Run, seed: u8, more: &str) -> serde_json::Value {
+    let mut publish = run.command("publish");
+    publish.arg("--checkpoint").arg(checkpoint(&run.path(&format!("version-{seed}")), seed, 4));
+    json(publish.arg("--baseline-dir").arg(run.path("baseline")).args([
+        "--step",
+        &(8 * seed).to_string(),
+        more,
+    ]))
+}
+
+#[test]
+fn status_shows_the_trainer_each_follower_and_its_engines() {
+    let run = Run::new();
+    let start = checkpoint(&run.path("start"), 1, 4);
+    let engine = Fake::start(&start);
+    let url = format!("http://{}", engine.address);
+    let label = publish(&run, 2, "--new-run")["label"].clone();
+    let mut follow = run.follow_once();
+    json(follow.args(["--engine", &url, "--hf-checkpoint"]).arg(&start));
+    let newest = publish(&run, 3, "--resume");
+
+    let before = tree(&run.path("store"));
+    let shown = json(&mut run.command("status"));
+    assert_eq!(tree(&run.path("store")), before, "nothing is written");
+    let trainer = &shown["trainer"];
+    assert_eq!((&trainer["version"], &trainer["kind"]), (&1.into(), &"delta".into()), "{shown}");
+    assert_eq!(trainer["trainer_step"], 24, "{shown}");
+    assert_eq!(trainer["bytes"], newest["publication_bytes"], "{shown}");
+    assert!(trainer["age_seconds"].as_f64() >= Some(0.0), "{shown}");
+    let host = &shown["followers"][0];
+    assert_eq!((&host["follower"], &host["live"]), (&"host".into(), &true.into()), "{shown}");
+    let ack = &host["acknowledged"];
+    assert_eq!((&ack["version"], &ack["lag"], &ack["label"]), (&0.into(), &1.into(), &label), "{shown}");
+    let seen = &ack["engines"][0];
+    assert_eq!(
+        (&seen["url"], &seen["in_step"], &seen["up"]),
+        (&url.as_str().into(), &true.into(), &true.into())
+    );
+    assert!(seen["how"]["loaded"].is_object() && seen["compared"].is_object(), "{shown}");
+
+    let text = status(&run);
+    let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert!(rows[1].starts_with(&["version", "1:", "delta,"]), "{text}");
+    assert!(
+        rows[4].starts_with(&["host", "0", "1", "live,"]) && rows[4].ends_with(&["1", "of", "1"]),
+        "{text}"
+    );
+    let row = rows.iter().find(|row| row.first() == Some(&url.as_str())).expect(&text);
+    assert!(row[1..].starts_with(&["in", "step"]) && row.contains(&"loaded"), "{text}");
+}
+
+#[test]
+fn status_of_leases_that_tell_nothing_says_which_and_why() {
+    let mut run = Run::new();
+    run.publish();
+    json(&mut run.follow_once());
+    let host = lease(&run);
+    std::fs::write(host.with_file_name("fresh"), r#"{"model": "policy", "needs": 0}"#).expect("a lease");
+    std::fs::write(host.with_file_name("broken"), b"\x1b[2J").expect("a lease");
+    std::fs::write(host.with_file_name("a@b"), r#"{"model": "critic", "needs": 0}"#).expect("a lease");
+    let shown = json(&mut run.command("status"));
+    let followers = shown["followers"].as_array().expect("followers");
+    let names: Vec<_> = followers.iter().map(|follower| &follower["follower"]).collect();
+    assert_eq!(names, ["broken", "fresh", "host"], "{shown}");
+    assert!(followers[0]["unreadable"].is_string() && followers[0]["acknowledged"].is_null(), "{shown}");
+    assert!(followers[1]["unreadable"].is_null() && followers[1]["acknowledged"].is_null(), "{shown}");
+    let text = status(&run);
+    assert!(text.contains("the lease of broken cannot be read: ") && text.contains("none yet"), "{text}");
+    assert!(!text.contains('\u{1b}'), "{text:?}");
+}
+
+/// As people see it.
+fn status(of: &Run) -> String {
+    run(&mut of.command("status"))
+}
+
+/// The file with the lease of the follower.
+fn lease(run: &Run) -> PathBuf {
+    let id = json(&mut run.command("status"))["run_id"].as_str().expect("an id").to_owned();
+    run.path("store").join(id).join("followers/host")
+}
