@@ -116,11 +116,17 @@ impl Line {
             None => format!("version {version}: {bytes} bytes in {prepare_ms:.0} ms"),
         };
         let phases = self.phases.as_ref();
-        phases.and_then(|phases| listed(phases.of_host())).iter().for_each(|list| text += &format!(" ({list})"));
+        phases
+            .and_then(|phases| listed(phases.of_host()))
+            .iter()
+            .for_each(|list| text += &format!(" ({list})"));
         if *engines > 0 {
             text += &format!(", on {serving} of {engines} engines");
         }
-        phases.and_then(|phases| listed(phases.of_engine())).iter().for_each(|list| text += &format!(" ({list})"));
+        phases
+            .and_then(|phases| listed(phases.of_engine()))
+            .iter()
+            .for_each(|list| text += &format!(" ({list})"));
         let alone = self.ways.len() == 1;
         for way in &self.ways {
             text += &format!(", {}", way.text(alone));

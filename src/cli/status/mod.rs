@@ -7,7 +7,7 @@ use crate::cli::shared::output::Output;
 use crate::cli::shared::run::{kind, model, stored_bytes};
 use crate::cli::shared::store;
 use driftless::store::{ContentDigest, Entry, if_found};
-use driftless::transport::gc::{Ack, EngineStatus, GcOptions};
+use driftless::transport::gc::{Ack, EngineStatus, GcOptions, Phases};
 use driftless::transport::{Run, RunId, Version};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, SystemTime};
@@ -24,6 +24,7 @@ this host's clock.
   lease     live up to 15 minutes; one that ran out is of a follower that ended, or that cannot write to the store
   prepare   time to fetch, check and apply the version, until engines could load it
   in step   engines that serve the follower's version
+  phases    how long each part of the last version's way took on that host, in milliseconds
   pause     how long an engine last stood still for a version
   by        patched in place by the plugin, loaded from disk, or pushed
   compared  how the live weights were compared with the version
@@ -97,6 +98,8 @@ struct Acknowledged {
     prepare_ms: f64,
     bytes: u64,
     engines: Vec<Engine>,
+    /// Of the versions that it took last, oldest first.
+    phases: Vec<Phases>,
 }
 
 /// An engine, as its follower last saw it.
@@ -194,11 +197,11 @@ impl Follower {
 
 impl Acknowledged {
     fn of(ack: Ack, newest: Version) -> Acknowledged {
-        let Ack { version, label, manifest_digest, prepare_ms, bytes, engines, .. } = ack;
+        let Ack { version, label, manifest_digest, prepare_ms, bytes, engines, phases } = ack;
         let engine = |status: EngineStatus| Engine { in_step: status.label.as_ref() == Some(&label), status };
         let engines = engines.into_iter().map(engine).collect();
         // It may have taken one that came since `newest` was looked for.
         let lag = newest.0.saturating_sub(version.0);
-        Acknowledged { version, lag, label, manifest_digest, prepare_ms, bytes, engines }
+        Acknowledged { version, lag, label, manifest_digest, prepare_ms, bytes, engines, phases }
     }
 }

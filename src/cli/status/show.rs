@@ -2,7 +2,7 @@
 //! terminal obeys them.
 
 use super::{Acknowledged, Engine, Follower, Shown, Trainer};
-use crate::cli::shared::engines::came_by;
+use crate::cli::shared::engines::{came_by, listed};
 use crate::cli::shared::output::{cut, short, table};
 use crate::cli::shared::run::kind_text;
 use driftless::transport::gc::Compared;
@@ -91,7 +91,9 @@ impl Follower {
             of(&|ack| HumanBytes(ack.bytes).to_string()),
             of(&in_step),
         ];
-        Row { cells, notes: Vec::new() }
+        let phases = self.acknowledged.as_ref().and_then(|ack| ack.phases.last());
+        let list = phases.and_then(|phases| listed(phases.of_host().into_iter().chain(phases.of_engine())));
+        Row { cells, notes: list.iter().map(|list| short(&format!("  phases: {list}"))).collect() }
     }
 
     /// What does not go into a row.
@@ -235,6 +237,18 @@ mod tests {
         assert_eq!(rows[6], "the lease of d cannot be read: expected value at line 1 column 1");
         assert!(rows[7].starts_with("the lease of e cannot be read: invalid type: string"), "{text}");
         assert!(rows.len() == 8 && !text.contains('\u{1b}'), "{text}");
+    }
+
+    #[test]
+    fn phases_of_the_last_version_stand_below_its_follower() {
+        let phases = |version, fetch_ms, copy_ms| {
+            json!({"version": version, "began_at_ms": 1, "see_ms": 0.2, "sync_ms": 0.0, "fetch_ms": fetch_ms,
+                "decode_ms": 95.2, "journal_ms": 0.0, "offer_ms": 0.0, "copy_ms": copy_ms, "patch_ms": 16.0})
+        };
+        let mut lease: Value = serde_json::from_slice(&lease(7, &json!([]))).expect("a lease");
+        lease["phases"] = json!([phases(6, 900.0, 900.0), phases(7, 20.4, 40.0)]);
+        let text = text(&[("host", 1, lease.to_string().into_bytes())]);
+        assert_eq!(text.lines().last(), Some("  phases: fetch 20, decode 95, copy 40, patch 16"));
     }
 
     #[test]
