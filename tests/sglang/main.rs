@@ -169,6 +169,14 @@ fn check(dir: &Path, count: usize, log_prob_diff_mean_max: f64) {
             step["log_prob_diff_max"].as_f64().expect("a maximum"),
         );
         assert_eq!(publication["version"], index as u64 + 1);
+        let phases = publication["hosts"]["host-0"].as_array().and_then(|all| all.last()).expect("phases");
+        println!("  encode {} put {} {phases}", publication["encode_ms"], publication["put_ms"]);
+        assert_eq!(phases["version"], publication["version"]);
+        assert!(phases["patch_ms"].as_f64() > Some(0.0), "the engine came to it in the first round");
+        assert!(phases["began_at_ms"].as_u64() >= publication["committed_at_ms"].as_u64(),);
+        let [weights, wall] = ["weights_ms", "wall_ms"].map(|name| step[name].as_f64().expect("a time"));
+        println!("  weights cost {:.1} % of {wall:.0} ms", 100.0 * weights / wall);
+        assert!(weights >= publication["convergence_ms"].as_f64().expect("a time") && weights < wall);
         assert!(publication["density"].as_f64() > Some(0.0), "the weights moved");
         assert_eq!(publication["engines_checked"], 1, "checksums were compared on the one engine");
         assert_eq!(step["staleness_max"], 0, "every token's span names the newest version");
