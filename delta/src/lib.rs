@@ -58,5 +58,5 @@ pub use element::{BLOCK_ELEMENTS, Element};
 pub use encode::{Encoded, Encoder, encode, encode_checked, encode_full};
 pub use error::{Error, Result};
 pub use patch::Patch;
-pub use pool::{Pool, Serial};
+pub use pool::{Pool, Serial, Threads};
 pub use source::Source;

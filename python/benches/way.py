@@ -1,6 +1,6 @@
 """A version's way: from the end of an optimiser step to the first tokens that it drew.
 
-    PYTHONPATH=tests python benches/way.py make DIR [--shape tiny|433m|8b]
+    PYTHONPATH=tests python benches/way.py make DIR [--shape tiny|433m|8b] [--device cuda:0]
     PYTHONPATH=tests python benches/way.py run ENGINE DIR [--work WORK] [--device cuda:0] [--requests 48] ...
 
 ``make`` writes a random Qwen3. An SGLang with the plugin has loaded DIR and listens at the URL ENGINE, or will within
@@ -43,10 +43,10 @@ SHAPES = {
 PROMPT, ANSWER, STREAMED = 64, 512, 4096
 
 
-def make(directory: Path, shape: str) -> None:
+def make(directory: Path, shape: str, device: str) -> None:
     for name, value in SHAPES[shape].items():
         setattr(sglang_models, name, value)
-    sglang_models.make(directory, "untied", 1, sglang_models.HEAD_DIM)
+    sglang_models.make(directory, "untied", 1, sglang_models.HEAD_DIM, device)
 
 
 class Engine:
@@ -272,6 +272,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     maker = commands.add_parser("make")
     maker.add_argument("checkpoint", type=Path)
     maker.add_argument("--shape", choices=SHAPES, default="433m")
+    maker.add_argument("--device", default="cpu", help="where it is drawn")
     runner = commands.add_parser("run")
     runner.add_argument("engine")
     runner.add_argument("checkpoint", type=Path)
@@ -290,7 +291,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.command == "make":
-        return make(options.checkpoint, options.shape)
+        return make(options.checkpoint, options.shape, options.device)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         work = options.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
