@@ -7,7 +7,8 @@
 use std::time::Instant;
 
 use driftless_delta::cuda::{Codec, Error, Tensor};
-use driftless_delta::{DigestTable, Element, Encoder, Profile, Source, Threads};
+use driftless_delta::pool::Threads;
+use driftless_delta::{DigestTable, Element, Encoder, Profile, Source};
 
 const ELEMENT: Element = Element::Bf16;
 const RUNS: usize = 11;

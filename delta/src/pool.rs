@@ -12,7 +12,8 @@ const JOBS_PER_THREAD: usize = 8;
 /// Threads that the caller owns, or none. What comes out does not depend on it, bit for bit.
 ///
 /// ```
-/// # use driftless_delta::{DigestTable, Element, Encoder, Profile, Serial, Source, Threads};
+/// # use driftless_delta::{DigestTable, Element, Encoder, Profile, Serial, Source};
+/// # use driftless_delta::pool::Threads;
 /// # let base = vec![0; 10 << 20];
 /// # let mut new = base.clone();
 /// # (0..new.len()).step_by(1001).for_each(|at| new[at] = 1);

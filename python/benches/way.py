@@ -209,7 +209,8 @@ class Way:
         return f"{self._publisher.run_id[:12]}:{self.version}"
 
     def turn(self, engine: Engine, follower: Follower, density: float) -> dict[str, float]:
-        """One version's way, in milliseconds from the call of ``publish``."""
+        """One version's way, in milliseconds from the call of ``publish``, a while after the one before."""
+        time.sleep(self._options.apart)
         moved(self.tensors, density, self.version)
         began = time.time()
         self.version = self._publisher.publish(self.tensors).version
@@ -285,6 +286,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     runner.add_argument("--loads", type=int, default=3)
     runner.add_argument("--requests", type=int, default=48)
     runner.add_argument("--poll-ms", type=int, default=5)
+    runner.add_argument("--apart", type=float, default=2.0, help="seconds of learning between two versions")
     return parser.parse_args(given)
 
 

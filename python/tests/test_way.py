@@ -17,7 +17,7 @@ HOST = ("see", "sync", "fetch", "decode", "journal", "offer")
 def test_phases_of_a_way_add_up_and_tokens_come_behind_them(tmp_path, forks, capsys):
     make(tmp_path / "base", "untied", 1)
     server = Sglang(tmp_path / "server", tmp_path / "base", forks=forks)
-    more = ["--plugin-dir", str(server.plugins), "--turns", "3", "--loads", "1", "--requests", "2"]
+    more = ["--plugin-dir", str(server.plugins), "--turns", "3", "--loads", "1", "--requests", "2", "--apart", "0.2"]
     try:
         with capsys.disabled():
             turns = way.measure(way.arguments(["run", server.url, str(tmp_path / "base"), *more]), tmp_path)

@@ -174,3 +174,18 @@ fn follow_prints_a_line_for_each_version() {
     assert_eq!(second["label"], published["label"]);
     assert!(second["bytes"].as_u64() > Some(0) && second["prepare_ms"].as_f64() > Some(0.0), "{second}");
 }
+
+#[test]
+fn follow_hears_of_versions_in_a_directory() {
+    let mut run = Run::new();
+    let mut follow = run.command("follow");
+    // It looks once, before there is a run, and then hardly again.
+    follow.args(["--json", "--id", "host", "--poll-ms", "3600000", "--checkpoint-dir"]).arg(run.path("host"));
+    let mut follow = Process::start("follow", run.dir.path(), &mut follow);
+    for version in 0..3 {
+        run.publish();
+        let line = follow.says(version as usize).expect("a line");
+        assert_eq!(line["version"], version, "{line}");
+        run.made.step(10);
+    }
+}

@@ -64,7 +64,7 @@ impl Pool for Pools {
     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
         match self {
             Self::Backwards => (0..jobs).rev().for_each(job),
-            Self::Threads(threads) => driftless_delta::Threads(*threads).run(jobs, job),
+            Self::Threads(threads) => driftless_delta::pool::Threads(*threads).run(jobs, job),
             Self::Lazy => (0..jobs).step_by(2).for_each(job),
             Self::Wild => (0..jobs + 3).chain(0..jobs).chain([usize::MAX]).for_each(job),
         }

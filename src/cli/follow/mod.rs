@@ -1,5 +1,6 @@
 //! `driftless follow`.
 
+mod heard;
 mod outlook;
 mod show;
 
@@ -196,10 +197,15 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     args.transport.check(&args.run.store, &args.relay)?;
     args.transport.prepare(&args.relay)?;
     args.transport.log();
-    let store = Arc::new(Count::new(open(&args)?));
+    let opened = open(&args)?;
+    let store = Arc::new(Count::new(opened.clone()));
     let follower = follower(&args, store.clone())?;
     let _server = listen(&args, &follower)?;
     let stop = Stop::new();
+    if !args.once && !args.coordinated {
+        heard::hear(&args, opened, &follower, &stop)
+            .map_err(|source| Error::Io { path: args.checkpoint_dir.clone(), source })?;
+    }
     let told = follower.clone();
     let patience = if args.engine.is_empty() { PATIENCE } else { PAUSE_ENDS };
     stop_on_signals_or(&stop, patience, move |interrupted| match paused(&told) {

@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn phases_are_heard_once_and_of_the_last_version_when_it_is_served() {
+    fn phases_are_heard_once_and_of_the_last_version_when_served() {
         let phases = |version| Phases { version: Version(version), ..Phases::default() };
         let versions = |label: &str, heard: Option<u64>| {
             let mut ack = ack(label, 1.0);

@@ -151,8 +151,11 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     {
         page.sample("apply_seconds_total", &[("phase", phase)], time.as_secs_f64());
     }
-    let help = "Time of the phases of versions, each of which begins where the one before ends.";
-    page.family("phase_seconds_total", "counter", help);
+    page.family(
+        "phase_seconds_total",
+        "counter",
+        "Time of phases of versions; one begins where another ends.",
+    );
     for (phase, ms) in &counters.phases {
         page.sample("phase_seconds_total", &[("phase", phase)], ms / 1e3);
     }

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use driftless_store::wait::lock;
+
 use super::prefault::WriteMaps;
 use super::state::State;
 use super::{Advanced, Replica, begin, check_model, fold, objects, stage};
@@ -170,10 +172,10 @@ impl Replica {
         let mut maps = written_now.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
         let sealed = self.journal_publications(versions, &objects, &mut maps, offering.as_ref());
         let (journal, bytes) = (started.elapsed(), objects.fetched());
-        let fetch = objects.last_came().map_or(Duration::ZERO, |at| at.duration_since(started));
-        let decoded = sealed.as_ref().map_or(journal, |at| at.duration_since(started));
+        let fetch = lock(&objects.came).map_or(Duration::ZERO, |at| at.duration_since(started));
+        let decode = journal.saturating_sub(fetch + sealed.as_ref().copied().unwrap_or_default());
         let overwrite = self.carry_out(sealed, maps, offering)?;
-        let (decode, offer) = (decoded.saturating_sub(fetch), started.elapsed().saturating_sub(journal));
+        let offer = started.elapsed().saturating_sub(journal);
         let changed = versions.iter().map(|committed| committed.manifest.changed).sum();
         tracing::info!(
             dir = %self.dir.display(), version = %last.manifest.version, versions = versions.len(), bytes, changed,
@@ -190,7 +192,7 @@ impl Replica {
             && committed.manifest.base == self.identity()
     }
 
-    /// Seals the journal of publications in a row, and returns when everything was decoded. Pages of `maps` that will be
+    /// Seals the journal of publications in a row, and returns how long sealing took. Pages of `maps` that will be
     /// overwritten are made ready.
     fn journal_publications(
         &self,
@@ -198,9 +200,9 @@ impl Replica {
         objects: &objects::Objects<'_>,
         maps: &mut WriteMaps,
         offering: Option<&Offering>,
-    ) -> Result<Instant> {
+    ) -> Result<Duration> {
         let (Some(first), Some(last)) = (versions.first(), versions.last()) else {
-            return Ok(Instant::now());
+            return Ok(Duration::ZERO);
         };
         match &self.state {
             Some(state) if self.is_base_of(first) => {

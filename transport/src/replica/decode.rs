@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use driftless_delta::{DigestTable, Patch, Source, Threads};
+use driftless_delta::pool::Threads;
+use driftless_delta::{DigestTable, Patch, Source};
 
 use super::buffers::{Buffers, Scratch};
 use super::fold::steps;

@@ -509,7 +509,7 @@ impl Replica {
     }
 
     /// Copies and checks a directory, and seals the journal that installs the copy.
-    fn journal_adoption(&self, source: &Path, committed: &Committed) -> Result<()> {
+    fn journal_adoption(&self, source: &Path, committed: &Committed) -> Result<Duration> {
         let checkpoint = Checkpoint::open(source)?;
         redo::check_tensors(&checkpoint, &committed.manifest)?;
         redo::check_files(&checkpoint, &committed.manifest)?;
@@ -538,12 +538,7 @@ impl Replica {
             redo::hash_all(&Checkpoint::open(&staging)?, &committed.manifest)?
         };
         let journal = Writer::create(&self.layout.journal())?;
-        for name in &names {
-            journal.push(Record::Install { name })?;
-        }
-        for name in stale.iter().filter(|name| !names.contains(name)) {
-            journal.push(Record::Remove { name })?;
-        }
+        stage::journal_names(&journal, &names, &stale)?;
         for file in checkpoint.files().iter().filter(|_| !in_place) {
             if committed.manifest.files.iter().any(|listed| listed.name == file.name()) {
                 journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;

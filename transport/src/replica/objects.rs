@@ -35,7 +35,7 @@ pub(super) struct Objects<'a> {
     cache: Mutex<Cache>,
     fetched: AtomicU64,
     /// When the last one arrived.
-    came: Mutex<Option<Instant>>,
+    pub(super) came: Mutex<Option<Instant>>,
     ahead: Mutex<Ahead>,
     moved: Condvar,
 }
@@ -146,11 +146,6 @@ impl<'a> Objects<'a> {
     /// Bytes fetched so far.
     pub(super) fn fetched(&self) -> u64 {
         self.fetched.load(Relaxed)
-    }
-
-    /// When the last object arrived; `None` before the first.
-    pub(super) fn last_came(&self) -> Option<Instant> {
-        *lock(&self.came)
     }
 
     /// A range of an object of the publication `number`; the manifest's own check has already placed it

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use driftless_store::os::sync_dir;
 
@@ -37,7 +37,7 @@ fn bounds() -> Bounds {
 
 /// Writes and seals the journal that takes `base` over `versions` by their deltas. All versions tie the same
 /// names. Pages of `maps`, the base's files, are prefaulted where they will change. What changes is added to
-/// `offering`, while its old bytes are at hand. `buffers` are of no use after it. Returns when everything was decoded.
+/// `offering`, while its old bytes are at hand. `buffers` are of no use after it. Returns how long sealing took.
 pub(super) fn journal_deltas(
     path: &Path,
     base: &State,
@@ -46,8 +46,8 @@ pub(super) fn journal_deltas(
     objects: &Objects<'_>,
     buffers: &Buffers,
     offering: Option<&Offering>,
-) -> Result<Instant> {
-    let Some(last) = versions.last() else { return Ok(Instant::now()) };
+) -> Result<Duration> {
+    let Some(last) = versions.last() else { return Ok(Duration::ZERO) };
     let mut before = &base.manifest;
     for committed in versions {
         check_same_form(before, &committed.manifest)?;
@@ -83,8 +83,7 @@ pub(super) fn journal_deltas(
         as_they_come(&weights, bounds(), work, take)
     })?;
     journal_files(&journal, &base.manifest.files, true, versions, objects)?;
-    let decoded = Instant::now();
-    seal(journal, last, &tables).map(|()| decoded)
+    seal(journal, last, &tables)
 }
 
 /// Journals the files of the last version that are not among `old` (with `keep`), and the removal of those it
@@ -117,7 +116,7 @@ fn read_file(number: usize, file: &File, objects: &Objects<'_>) -> Result<AuxFil
 }
 
 /// Writes the tensors of the last version into `staging`, from the first one in full and the deltas behind
-/// it, and seals the journal that installs them. Returns when everything was decoded.
+/// it, and seals the journal that installs them. Returns how long sealing took.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
@@ -127,8 +126,8 @@ pub(super) fn journal_full(
     objects: &Objects<'_>,
     old_files: &[File],
     stale: &[String],
-) -> Result<Instant> {
-    let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(Instant::now()) };
+) -> Result<Duration> {
+    let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(Duration::ZERO) };
     if !first.manifest.is_anchor() {
         return Err(Error::Unsupported {
             what: format!("starting at version {} of run {}", first.manifest.version, first.manifest.run_id),
@@ -168,25 +167,29 @@ pub(super) fn journal_full(
             })
         })
     })?;
-    let decoded = Instant::now();
     sync_dir(staging)?;
     // A journal may survive only with what it installs: a name that is gone from here counts as installed.
     staging.parent().map_or(Ok(()), sync_dir)?;
     let journal = Writer::create(path)?;
-    for name in &names {
-        journal.push(Record::Install { name })?;
-    }
-    for name in stale.iter().filter(|name| !names.contains(name)) {
-        journal.push(Record::Remove { name })?;
-    }
+    journal_names(&journal, &names, stale)?;
     journal_files(&journal, old_files, false, versions, objects)?;
-    seal(journal, last, &tables).map(|()| decoded)
+    seal(journal, last, &tables)
 }
 
-/// Adds the manifest and the digest tables, and seals.
-pub(super) fn seal(journal: Writer, committed: &Committed, tables: &Tables) -> Result<()> {
+/// Journals that staged files get their `names`, and that of `stale` files go that have others.
+pub(super) fn journal_names(journal: &Writer, names: &[String], stale: &[String]) -> Result<()> {
+    for name in names {
+        journal.push(Record::Install { name })?;
+    }
+    let gone = stale.iter().filter(|name| !names.contains(name));
+    gone.map(|name| journal.push(Record::Remove { name })).collect()
+}
+
+/// Adds the manifest and the digest tables, and seals. Returns how long that took.
+pub(super) fn seal(journal: Writer, committed: &Committed, tables: &Tables) -> Result<Duration> {
+    let started = Instant::now();
     let copy = Copy { digest: committed.digest, manifest: committed.manifest.clone() };
     journal.push(Record::Manifest(&copy.to_bytes()?))?;
     journal.push(Record::Digests(&digests_to_bytes(tables)))?;
-    journal.commit()
+    journal.commit().map(|()| started.elapsed())
 }

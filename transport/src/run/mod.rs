@@ -449,7 +449,11 @@ impl Run {
         Ok(self.model_root(model)?.join(&format!("v{:010}", version.0))?)
     }
 
-    fn head_key(&self, model: &str) -> Result<Key> {
+    /// The key of the hint at the newest version, which is written anew behind each commit.
+    ///
+    /// # Errors
+    /// [`Error::BadName`] if `model` cannot name a model.
+    pub fn head_key(&self, model: &str) -> Result<Key> {
         Ok(self.model_root(model)?.join("head")?)
     }
 

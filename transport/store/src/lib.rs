@@ -34,6 +34,6 @@ pub use disk::Disk;
 pub use error::{BoxError, Error, Result, chain_text, if_found};
 pub use key::Key;
 pub use memory::Memory;
-pub use open::{open, open_with};
+pub use open::{directory, open, open_with};
 pub use probe::probe_conditional_put;
 pub use store::{Entry, Object, OnBytes, PutMode, Store, no_progress, redact};

@@ -1,6 +1,6 @@
 //! From a URL to a store: [`open`].
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::disk::Disk;
@@ -34,26 +34,37 @@ pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Sto
     if url == "memory:" {
         return Ok(Arc::new(Memory::new()));
     }
-    let path = match url.split_once("://") {
-        None if looks_like_url(url) => {
-            let what = "a store whose URL has one slash behind its colon".to_owned();
-            let hint = "a URL has two, as in s3://bucket/prefix; a path that begins like that is ./…";
-            return Err(Error::Unsupported { what, hint: hint.to_owned() });
-        }
-        None => url,
-        Some(("file", path)) if path.starts_with('/') => path,
-        Some(("file", _)) => {
-            let hint = "a file URL has three slashes: file:///absolute/dir".to_owned();
-            return Err(Error::Unsupported { what: format!("the store `{}`", redact(url)), hint });
-        }
-        Some((scheme, _)) => return open_object_store(scheme, url, settings),
-    };
-    if path.is_empty() {
-        let expected = "file:///absolute/dir, a plain path, or memory:";
-        return Err(Error::BadText { what: "store URL", text: url.to_owned(), expected });
+    if let Some(directory) = directory(url) {
+        return Ok(Arc::new(Disk::new(directory)));
     }
-    let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
-    Ok(Arc::new(Disk::new(path)))
+    let unsupported = |what: String, hint: &str| Err(Error::Unsupported { what, hint: hint.to_owned() });
+    match url.split_once("://") {
+        None if looks_like_url(url) => {
+            let hint = "a URL has two, as in s3://bucket/prefix; a path that begins like that is ./…";
+            unsupported("a store whose URL has one slash behind its colon".to_owned(), hint)
+        }
+        Some(("file", _)) => {
+            let hint = "a file URL has three slashes: file:///absolute/dir";
+            unsupported(format!("the store `{}`", redact(url)), hint)
+        }
+        Some((scheme, _)) => open_object_store(scheme, url, settings),
+        None => {
+            let expected = "file:///absolute/dir, a plain path, or memory:";
+            Err(Error::BadText { what: "store URL", text: url.to_owned(), expected })
+        }
+    }
+}
+
+/// The directory that `url` names, if it names one.
+#[must_use]
+pub fn directory(url: &str) -> Option<PathBuf> {
+    let path = match url.split_once("://") {
+        None if url != "memory:" && !looks_like_url(url) => url,
+        Some(("file", path)) if path.starts_with('/') => path,
+        _ => return None,
+    };
+    // Not of an empty path.
+    std::path::absolute(path).ok()
 }
 
 /// Whether a text without `://` begins as only a mistyped URL does. It may have a password in it.
