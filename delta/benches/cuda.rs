@@ -4,14 +4,29 @@
 //! `cargo bench -p driftless-delta --features cuda --bench cuda [-- MiB of base … densities such as 1%]`.
 //! Bytes are those of base and new.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use driftless_delta::cuda::{Codec, Error, Tensor};
-use driftless_delta::pool::Threads;
-use driftless_delta::{DigestTable, Element, Encoder, Profile, Source};
+use driftless_delta::{DigestTable, Element, Encoder, Pool, Profile, Source};
 
 const ELEMENT: Element = Element::Bf16;
 const RUNS: usize = 11;
+
+struct Threads(usize);
+
+impl Pool for Threads {
+    fn threads(&self) -> usize {
+        self.0
+    }
+
+    fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
+        let next = AtomicUsize::new(0);
+        let take = || next.fetch_add(1, Ordering::Relaxed);
+        let work = || std::iter::repeat_with(take).take_while(|at| *at < jobs).for_each(job);
+        std::thread::scope(|scope| (0..self.0).for_each(|_| drop(scope.spawn(work))));
+    }
+}
 
 /// splitmix64 of `index`.
 fn draw(index: u64) -> u64 {

@@ -45,7 +45,7 @@ mod entropy;
 mod error;
 pub mod patch;
 mod payload;
-pub mod pool;
+mod pool;
 mod scan;
 mod segment;
 mod source;

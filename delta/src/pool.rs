@@ -1,7 +1,5 @@
 //! Work on many blocks at once, on threads that the caller owns.
 
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
@@ -12,8 +10,24 @@ const JOBS_PER_THREAD: usize = 8;
 /// Threads that the caller owns, or none. What comes out does not depend on it, bit for bit.
 ///
 /// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+///
+/// struct Threads(usize);
+///
+/// impl driftless_delta::Pool for Threads {
+///     fn threads(&self) -> usize {
+///         self.0
+///     }
+///
+///     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
+///         let next = AtomicUsize::new(0);
+///         let take = || std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed)).take_while(|at| *at < jobs);
+///         std::thread::scope(|scope| {
+///             (0..self.0.min(jobs)).for_each(|_| drop(scope.spawn(|| take().for_each(job))));
+///         });
+///     }
+/// }
 /// # use driftless_delta::{DigestTable, Element, Encoder, Profile, Serial, Source};
-/// # use driftless_delta::pool::Threads;
 /// # let base = vec![0; 10 << 20];
 /// # let mut new = base.clone();
 /// # (0..new.len()).step_by(1001).for_each(|at| new[at] = 1);
@@ -36,40 +50,6 @@ pub trait Pool {
     /// several at once wait for each other. Jobs that were left out are done by the caller of `run`; a number
     /// that is too large, or comes twice, does nothing.
     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync));
-}
-
-/// So many threads, started for each call.
-#[derive(Debug, Clone, Copy)]
-pub struct Threads(pub usize);
-
-/// A tensor of more bytes than this would hold up others, if it had one thread as each of them has.
-const LONG_BYTES: usize = 128 << 20;
-/// Most threads of a tensor that would.
-const LONG_THREADS_MAX: usize = 32;
-
-impl Threads {
-    /// What a tensor of so many bytes is worth where each of many has a thread: that one, or for a very large tensor as
-    /// many as the machine gives, so that the others need not wait for it.
-    #[must_use]
-    pub fn worth(bytes: usize) -> Self {
-        match bytes {
-            0..=LONG_BYTES => Self(1),
-            _ => Self(std::thread::available_parallelism().map_or(1, usize::from).min(LONG_THREADS_MAX)),
-        }
-    }
-}
-
-impl Pool for Threads {
-    fn threads(&self) -> usize {
-        self.0
-    }
-
-    fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
-        let next = AtomicUsize::new(0);
-        let take = || next.fetch_add(1, Relaxed);
-        let work = || std::iter::repeat_with(take).take_while(|at| *at < jobs).for_each(job);
-        std::thread::scope(|scope| (0..self.0.min(jobs)).for_each(|_| drop(scope.spawn(work))));
-    }
 }
 
 /// No pool: one job after the other, on the thread that asks.

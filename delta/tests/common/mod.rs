@@ -1,6 +1,8 @@
 //! Shared by the tests of the crate: seeded data.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use driftless_delta::{DigestTable, Element, Patch, Pool, Profile, Result, decode};
 pub(crate) use driftless_testkit::random::Random;
 
@@ -64,7 +66,12 @@ impl Pool for Pools {
     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
         match self {
             Self::Backwards => (0..jobs).rev().for_each(job),
-            Self::Threads(threads) => driftless_delta::pool::Threads(*threads).run(jobs, job),
+            Self::Threads(threads) => {
+                let next = AtomicUsize::new(0);
+                let take = || next.fetch_add(1, Ordering::Relaxed);
+                let work = || std::iter::repeat_with(take).take_while(|at| *at < jobs).for_each(job);
+                std::thread::scope(|scope| (0..*threads).for_each(|_| drop(scope.spawn(work))));
+            }
             Self::Lazy => (0..jobs).step_by(2).for_each(job),
             Self::Wild => (0..jobs + 3).chain(0..jobs).chain([usize::MAX]).for_each(job),
         }

@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use driftless_delta::Patch;
 use driftless_delta::elements::Elements;
 use driftless_store::ContentDigest;
-use driftless_store::os::{SideBySide, regular};
+use driftless_store::os::regular;
 use driftless_store::wait::lock;
 
 use super::{
@@ -29,7 +29,7 @@ const RANK: &str = "rank-";
 #[derive(Debug)]
 pub(crate) struct Offer {
     dir: PathBuf,
-    file: Option<(PathBuf, Arc<SideBySide>)>,
+    file: Option<(PathBuf, File)>,
 }
 
 impl Offer {
@@ -71,7 +71,11 @@ impl Offer {
         if !wanted(&self.dir) {
             return None;
         }
-        match check_dir(&self.dir).and_then(|()| self.open(checkpoint)) {
+        let opened = check_dir(&self.dir).and_then(|()| self.open(checkpoint)).and_then(|(path, file)| {
+            let file = file.try_clone().map_err(|source| Error::io("open", path, source))?;
+            Ok((path.clone(), file))
+        });
+        match opened {
             Ok((path, file)) => {
                 let (end, made) = (AtomicU64::new(HEAD_BYTES as u64), Mutex::new(Ok(Some(Made::default()))));
                 Some(Offering { path, file, base, limit, end, made, free: Mutex::default() })
@@ -85,31 +89,28 @@ impl Offer {
     }
 
     /// The file, which offers nothing yet: the one that is there as long as it is this value's.
-    fn open(&mut self, checkpoint: &Path) -> Result<(PathBuf, Arc<SideBySide>)> {
-        let is_there = |(path, file): &(PathBuf, Arc<SideBySide>)| {
+    fn open(&mut self, checkpoint: &Path) -> Result<&(PathBuf, File)> {
+        let is_there = |(path, file): &(PathBuf, File)| {
             let (named, held) = (fs::symlink_metadata(path), file.metadata());
             named.is_ok_and(|named| {
                 held.is_ok_and(|held| (named.dev(), named.ino()) == (held.dev(), held.ino()))
             })
         };
-        let (path, mut file) = match self.file.take().filter(is_there) {
+        let held = match self.file.take().filter(is_there) {
             Some(held) => held,
             None => {
                 let path = offer_path(&self.dir, checkpoint)?;
                 remove(&path);
                 let mut options = File::options();
-                let options = options.read(true).write(true).create_new(true).mode(0o600);
+                let options = options.write(true).create_new(true).mode(0o600);
                 let file = regular::open_with(options, &path);
                 let file = file.map_err(|source| Error::io("create", &path, source))?;
                 // Until this process ends: `sweep`. Without locks the file stays, which is no harm.
                 let _ = file.try_lock();
-                (path, Arc::new(SideBySide::new(file)))
+                (path, file)
             }
         };
-        if let Some(file) = Arc::get_mut(&mut file) {
-            file.map();
-        }
-        Ok(self.file.insert((path, file)).clone())
+        Ok(self.file.insert(held))
     }
 }
 
@@ -174,7 +175,7 @@ fn unchanged(name: &str, tensor: &Tensor) -> PreparedTensor {
 #[derive(Debug)]
 pub(crate) struct Offering {
     path: PathBuf,
-    file: Arc<SideBySide>,
+    file: File,
     base: PreparedVersion,
     /// Bytes of the weights: a larger delta helps nobody.
     limit: u64,
@@ -285,7 +286,7 @@ impl Offering {
 }
 
 /// Writes the header and then the head, which offers the delta; returns how many bytes there are.
-fn write_header(path: &Path, file: &SideBySide, start: u64, header: &Header) -> Result<u64> {
+fn write_header(path: &Path, file: &File, start: u64, header: &Header) -> Result<u64> {
     let subject = || format!("prepared delta `{}`", path.display());
     let text = serde_json::to_vec(header).map_err(|source| Error::Parse { subject: subject(), source })?;
     let end = start + text.len() as u64;
@@ -297,10 +298,9 @@ fn write_header(path: &Path, file: &SideBySide, start: u64, header: &Header) -> 
     }
     let head = Head { start, bytes: text.len() as u64, digest: ContentDigest::of(&text) };
     write_at(path, file, &head.to_bytes(), 0)?;
-    file.is_whole(end);
     Ok(end)
 }
 
-fn write_at(path: &Path, file: &SideBySide, bytes: &[u8], at: u64) -> Result<()> {
+fn write_at(path: &Path, file: &File, bytes: &[u8], at: u64) -> Result<()> {
     file.write_all_at(bytes, at).map_err(|source| Error::io("write", path, source))
 }

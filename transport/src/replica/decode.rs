@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use driftless_delta::pool::Threads;
-use driftless_delta::{DigestTable, Patch, Source};
+use driftless_delta::{DigestTable, Patch, Serial, Source};
 
 use super::buffers::{Buffers, Scratch};
 use super::fold::steps;
@@ -144,10 +143,7 @@ pub(super) fn full_tensor(
     for piece in versions[0].manifest.full_pieces(first).unwrap_or_default() {
         let range = piece_range(first, piece, length)?;
         let payload = objects.range(0, piece.object, piece.offset, piece.length)?;
-        scratch
-            .decoder
-            .decode_full(&Threads::worth(length), element, &payload, &mut bytes[range])
-            .map_err(codec)?;
+        scratch.decoder.decode_full(&Serial, element, &payload, &mut bytes[range]).map_err(codec)?;
     }
     let mut table = DigestTable::of(element, &bytes).map_err(codec)?;
     check_digest(first, &table)?;
@@ -177,8 +173,7 @@ fn decode_pieces(
     if let ([piece], [(offset, patch)]) = (tensor.pieces.as_slice(), patches.as_mut_slice()) {
         let payload = objects.range(number, piece.object, piece.offset, piece.length)?;
         *offset = 0;
-        let source = Source { element, bytes, digests: old };
-        decoder.decode(&Threads::worth(bytes.len()), source, &payload, patch).map_err(codec)?;
+        decoder.decode(&Serial, Source { element, bytes, digests: old }, &payload, patch).map_err(codec)?;
         return Ok(patch.digests().clone());
     }
     // Pieces of several publishers may be cut anywhere, so their digests are not those of the tensor's
@@ -190,7 +185,7 @@ fn decode_pieces(
         let digests = DigestTable::of(element, slice).map_err(codec)?;
         let payload = objects.range(number, piece.object, piece.offset, piece.length)?;
         let source = Source { element, bytes: slice, digests: &digests };
-        decoder.decode(&Threads::worth(slice.len()), source, &payload, patch).map_err(codec)?;
+        decoder.decode(&Serial, source, &payload, patch).map_err(codec)?;
         patch.apply_to(&mut result[range.clone()]).map_err(codec)?;
         *offset = range.start as u64;
     }

@@ -181,8 +181,8 @@ pub(super) fn journal_names(journal: &Writer, names: &[String], stale: &[String]
     for name in names {
         journal.push(Record::Install { name })?;
     }
-    let gone = stale.iter().filter(|name| !names.contains(name));
-    gone.map(|name| journal.push(Record::Remove { name })).collect()
+    let mut gone = stale.iter().filter(|name| !names.contains(name));
+    gone.try_for_each(|name| journal.push(Record::Remove { name }))
 }
 
 /// Adds the manifest and the digest tables, and seals. Returns how long that took.

@@ -6,13 +6,11 @@ mod files;
 pub mod inotify;
 mod lock;
 pub mod regular;
-mod side;
 #[doc(hidden)]
 pub mod watch;
 
 pub use files::{create_dir_synced, remove_dir, remove_file, rename, sync_dir, sync_file, write_file};
 pub use lock::Lock;
-pub use side::SideBySide;
 
 use std::io;
 
