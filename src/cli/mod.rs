@@ -9,6 +9,7 @@ mod completions;
 mod coordinate;
 mod data;
 mod delta;
+mod doctor;
 mod follow;
 mod gc;
 mod inspect;
@@ -107,6 +108,7 @@ commands! {
     Data: data,
     Delta: delta,
     Status: status,
+    Doctor: doctor,
     Inspect: inspect,
     Gc: gc,
     Keygen: keygen,

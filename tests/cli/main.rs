@@ -7,6 +7,7 @@
 mod common;
 mod coordinated;
 mod data;
+mod doctor;
 mod examples;
 mod interrupted;
 mod log;

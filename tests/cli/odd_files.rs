@@ -51,6 +51,16 @@ fn fifo_in_place_of_a_stored_file_or_key_is_named() {
         let found = tree(&run.path("store")).into_iter().find(|(path, ..)| path.ends_with(name));
         found.expect("a file of the store").0
     });
+    // Nothing but files are leases.
+    let followers = manifest.ancestors().nth(3).expect("the run").join("followers");
+    make(&followers.join("fifo"));
+    std::fs::create_dir_all(followers.join("directory/empty")).expect("a directory");
+    std::os::unix::fs::symlink(run.path("nowhere"), followers.join("link")).expect("a link");
+    for command in ["inspect", "status", "gc"] {
+        let shown = json(&mut run.command(command));
+        let leases = shown["followers"].as_array().or(shown["leases"].as_array());
+        assert_eq!(leases.map(Vec::len), Some(1), "{command}: {shown}");
+    }
     make(&head);
     json(&mut run.follow_once());
     make(&manifest);

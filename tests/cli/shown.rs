@@ -13,7 +13,7 @@ fn text(command: &mut std::process::Command) -> String {
 
 #[test]
 fn help_examples_are_not_wrapped_and_global_options_come_last() {
-    for command in ["publish", "follow", "status", "gc", "relay", "coordinate"] {
+    for command in ["publish", "follow", "status", "doctor", "gc", "relay", "coordinate"] {
         let help = run(driftless().args([command, "--help"]).env("COLUMNS", "60"));
         let (options, rest) = help.split_once("With every command:").expect("global options");
         assert!(!options.contains("--json") && rest.contains("--json"), "{command}: {help}");

@@ -96,6 +96,7 @@ fn sound(run: &mut Run) -> Vec<Sound> {
             &[],
         ),
         Sound::new(&["inspect"], &[&"--store", &store], &[]),
+        Sound::new(&["doctor"], &[&"--store", &store, &"--checkpoint-dir", &host], &[]),
         Sound::new(&["status"], &[&"--store", &store, &"--run", &"test"], &[]),
         Sound::new(&["gc"], &[&"--store", &store, &"--run", &"test", &"--dry-run"], &[]),
         Sound::new(&["delta", "encode"], &[&"--output", &out], &[&checkpoint, &checkpoint]),

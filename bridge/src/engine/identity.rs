@@ -45,6 +45,16 @@ pub struct Identity {
     pub(crate) saves_memory: bool,
 }
 
+/// What an engine says of itself to whoever expects nothing of it yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct About {
+    /// Its release, for people.
+    pub release: Option<String>,
+    /// The model that it was started with, as it names it: a directory of its own host, or a name of a hub.
+    pub model: String,
+}
+
 impl Identity {
     /// Whether the flush of a patch is part of the call, where nothing can keep the cache from being flushed.
     pub(crate) fn flushes_with_patch(&self, mode: PauseMode) -> bool {

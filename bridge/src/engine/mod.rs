@@ -33,7 +33,7 @@ pub use fusing::Fusing;
 pub(crate) use fusing::Parameter;
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
 pub(crate) use generate::{Mismatch, log_probability};
-pub use identity::Identity;
+pub use identity::{About, Identity};
 pub(crate) use identity::{Check, local};
 pub use label::Label;
 pub use options::{ClientOptions, Deadlines};
@@ -66,6 +66,9 @@ pub trait Engine: fmt::Debug + Send + Sync {
 
     /// The same engine, whose calls all end when nothing is left of `limit`.
     fn limited(&self, limit: &Limit) -> Arc<dyn Engine>;
+
+    /// Asks the engine what it is.
+    fn about(&self) -> Answer<'_, About>;
 
     /// Asks the engine who it is and what it can do. Nothing changes there, and nothing is generated.
     ///

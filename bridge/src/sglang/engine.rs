@@ -11,8 +11,8 @@ use driftless_transport::activate::Limit;
 use super::wire::PluginUpdated;
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, OnlyPlugin, checksums, identity};
 use crate::engine::{
-    Answer, BETWEEN_TRIES, Comparison, Engine, Expected, GenerateRequest, Generation, Identity, Patched,
-    PauseMode, Reload, Rid, Sums, TRIES, expect_label, local,
+    About, Answer, BETWEEN_TRIES, Comparison, Engine, Expected, GenerateRequest, Generation, Identity,
+    Patched, PauseMode, Reload, Rid, Sums, TRIES, expect_label, local,
 };
 use crate::error::{Error, Result};
 use crate::http::excerpt;
@@ -29,6 +29,13 @@ impl Engine for Client {
 
     fn limited(&self, limit: &Limit) -> Arc<dyn Engine> {
         Arc::new(Client::limited(self, limit))
+    }
+
+    fn about(&self) -> Answer<'_, About> {
+        Box::pin(async {
+            let server = self.server_info().await?;
+            Ok(About { release: server.version, model: server.model_path })
+        })
     }
 
     fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity> {

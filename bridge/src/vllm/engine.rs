@@ -16,8 +16,8 @@ use driftless_transport::activate::Limit;
 
 use super::Client;
 use crate::engine::{
-    Answer, Check, Comparison, Engine, Expected, GenerateRequest, Generation, Identity, Patched, PauseMode,
-    Reload, Rid, expect_label, local,
+    About, Answer, Check, Comparison, Engine, Expected, GenerateRequest, Generation, Identity, Patched,
+    PauseMode, Reload, Rid, expect_label, local,
 };
 use crate::error::{Error, Result};
 
@@ -43,6 +43,10 @@ impl Engine for Client {
 
     fn limited(&self, limit: &Limit) -> Arc<dyn Engine> {
         Arc::new(Self { connection: self.connection.limited(limit), ..self.clone() })
+    }
+
+    fn about(&self) -> Answer<'_, About> {
+        Box::pin(async { Ok(About { release: Some(self.version().await?), model: self.root().await? }) })
     }
 
     fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity> {

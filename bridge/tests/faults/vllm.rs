@@ -52,6 +52,15 @@ impl Scene {
 }
 
 #[test]
+fn server_says_its_release_and_what_it_was_started_with() {
+    let scene = Scene::new();
+    let engine = connect(&scene.engine.url(), ClientOptions::default()).unwrap();
+    let about = Runtime::new().unwrap().block_on(engine.about()).unwrap();
+    assert!(about.release.is_some(), "{about:?}");
+    assert_eq!(std::path::Path::new(&about.model), scene.next.dir());
+}
+
+#[test]
 fn activate_asks_in_the_order_of_every_engine() {
     let mut scene = Scene::new();
     assert_eq!(scene.activator.serving().unwrap(), None, "`default` is no label of ours");

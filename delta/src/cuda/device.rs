@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute};
+use cudarc::driver::sys::{
+    self, CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute, CUresult,
+};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DevicePtr, DriverError, result};
 use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 
@@ -59,8 +61,53 @@ fn missing(library: &'static str, package: &'static str, name: &str) -> Error {
     Error::NoLibrary { library, package, searched: cudarc::get_lib_name_candidates(name).join(", ") }
 }
 
-/// Whether the runtime compiler is on this machine.
-pub(super) fn compiler() -> Result<()> {
+/// What the driver says of itself and of the devices that this process sees. None of them is opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Driver {
+    /// The CUDA release that it has, major and minor.
+    pub version: [u32; 2],
+    /// Name and bytes of memory of each device.
+    pub devices: Vec<(String, u64)>,
+}
+
+impl Driver {
+    /// Asks it.
+    ///
+    /// # Errors
+    /// [`Error::NoLibrary`] without libcuda, [`Error::Driver`] for one that does not work. Without a device it works.
+    pub fn look() -> Result<Self> {
+        libcuda()?;
+        let mut version = 0;
+        // SAFETY: it writes one integer, which outlives the call, and needs no context.
+        let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
+        asked.map_err(driver("asking for the driver's version"))?;
+        let version = u32::try_from(version).unwrap_or_default();
+        let version = [version / 1000, version % 1000 / 10];
+        let count = match result::init() {
+            Err(DriverError(CUresult::CUDA_ERROR_NO_DEVICE)) => 0,
+            started => {
+                started.and_then(|()| result::device::get_count()).map_err(driver("starting the driver"))?
+            }
+        };
+        let described = |ordinal| {
+            let device = result::device::get(ordinal)?;
+            // SAFETY: the device is one that the driver named.
+            let bytes = unsafe { result::device::total_mem(device) }?;
+            Ok((result::device::get_name(device)?, bytes as u64))
+        };
+        let devices = (0..count).map(|ordinal| {
+            described(ordinal).map_err(driver(format!("asking for the name and memory of device {ordinal}")))
+        });
+        Ok(Self { version, devices: devices.collect::<Result<_>>()? })
+    }
+}
+
+/// Whether the runtime compiler, which the codec's kernels need, is on this machine.
+///
+/// # Errors
+/// [`Error::NoLibrary`] if it is not.
+pub fn compiler() -> Result<()> {
     // SAFETY: opens a library and closes it again; it has no constructors that anything here depends on.
     if unsafe { cudarc::nvrtc::sys::is_culib_present() } {
         return Ok(());
@@ -68,11 +115,11 @@ pub(super) fn compiler() -> Result<()> {
     Err(missing("libnvrtc", "CUDA's runtime compiler (on PyPI: nvidia-cuda-nvrtc)", "nvrtc"))
 }
 
-/// Whether the libraries that a device needs are on this machine.
-fn libraries() -> Result<()> {
+/// Whether the driver is on this machine.
+fn libcuda() -> Result<()> {
     // SAFETY: as in `compiler`.
     if unsafe { sys::is_culib_present() } {
-        return compiler();
+        return Ok(());
     }
     Err(missing("libcuda", "the NVIDIA driver", "cuda"))
 }
@@ -97,7 +144,8 @@ pub(super) fn compile(architecture: &str, element: Element) -> Result<Ptx> {
 
 impl Device {
     pub(super) fn open(ordinal: usize) -> Result<Self> {
-        libraries()?;
+        libcuda()?;
+        compiler()?;
         let opening = || format!("opening device {ordinal}");
         let context = CudaContext::new(ordinal).map_err(driver(opening()))?;
         let (major, minor) = context.compute_capability().map_err(driver(opening()))?;

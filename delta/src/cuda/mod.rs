@@ -39,6 +39,7 @@ use crate::error::expect_length;
 use device::Device;
 use machine::{HostRoom, Machine, Memory, Placed, finished};
 
+pub use device::{Driver, compiler};
 pub use error::{Error, Result};
 pub use machine::Pinned;
 pub use pool::{Base, BaseMemory, Part, Pool, Source};

@@ -474,6 +474,18 @@ fn cudas_compiler_takes_the_kernels() {
 }
 
 #[test]
+fn driver_tells_its_release_and_devices_or_what_is_missing() {
+    match device::Driver::look() {
+        Ok(driver) => {
+            assert!(driver.version[0] > 0, "{driver:?}");
+            assert!(driver.devices.iter().all(|(name, bytes)| !name.is_empty() && *bytes > 0), "{driver:?}");
+        }
+        Err(Error::NoLibrary { searched, .. }) => assert!(searched.contains(".so")),
+        Err(error) => assert!(matches!(error, Error::Driver { .. }), "{error}"),
+    }
+}
+
+#[test]
 fn without_cuda_an_error_names_what_is_missing() {
     match Codec::open(0) {
         Ok(_) => eprintln!("skipped: there is a device"),

@@ -40,6 +40,8 @@ pub(crate) enum Error {
         "paused, or inside an activation: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
     )]
     LeftPaused { engines: String, source: Option<Box<Error>> },
+    #[error("{problems} problem{} found, see above", if *problems == 1 { "" } else { "s" })]
+    Unfit { problems: usize },
     #[error("cannot draw the report: {reason}")]
     Report { reason: String },
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use driftless_store::{Entry, Key, PutMode, Store, if_found};
+use driftless_store::{Entry, Key, if_found};
 use serde::{Deserialize, Serialize};
 
 use super::Ack;
@@ -54,6 +54,8 @@ pub struct Lease {
     pub age: Option<Duration>,
     /// Whether it holds back the collection. One that cannot be dated does.
     pub live: bool,
+    #[serde(skip)]
+    pub(super) key: Key,
 }
 
 /// The leases on `model`, those that ran out included. A lease is live up to an age of `ttl`.
@@ -78,16 +80,8 @@ fn lease(entry: &Entry, bytes: &[u8], model: &str, now: Option<SystemTime>, ttl:
     // A lease from the store's future was renewed just now.
     let age = now.zip(entry.modified).map(|(now, then)| now.duration_since(then).unwrap_or_default());
     let live = age.is_none_or(|age| age <= ttl);
-    Some(Lease { follower: entry.key.name().to_owned(), version, needs, age, live })
-}
-
-/// The store's own time: the date it gives to an object put now. `None` if it dates nothing.
-pub(super) fn store_time(store: &dyn Store) -> Result<Option<SystemTime>> {
-    let key = Key::new(format!("probes/{}", hex::encode(rand::random::<[u8; 16]>())))?;
-    store.put(&key, b"time", PutMode::Overwrite)?;
-    let entry = store.head(&key);
-    store.delete(&key)?;
-    Ok(entry?.modified)
+    let (follower, key) = (entry.key.name().to_owned(), entry.key.clone());
+    Some(Lease { follower, version, needs, age, live, key })
 }
 
 #[cfg(test)]

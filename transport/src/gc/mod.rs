@@ -17,6 +17,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use derive_setters::Setters;
+use driftless_store::probe::store_time;
 use driftless_store::{Error as StoreError, Key, if_found};
 use serde::Serialize;
 
@@ -93,7 +94,7 @@ pub struct Collection {
 /// # Errors
 /// What the store reports.
 pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
-    leases_at(run, options, lease::store_time(&**run.store())?)
+    leases_at(run, options, store_time(&**run.store())?)
 }
 
 /// [`leases`] for a time that is known already, such as a host's own: nothing is written. `None`: no lease has an age.
@@ -178,7 +179,7 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
 /// own anew.
 fn forget(run: &Run, leases: &[Lease], age: Duration) -> Result<()> {
     for lease in leases.iter().filter(|lease| lease.age.is_some_and(|found| found > age)) {
-        run.store().delete(&run.follower_key(&lease.follower)?)?;
+        run.store().delete(&lease.key)?;
     }
     Ok(())
 }

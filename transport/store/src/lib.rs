@@ -8,7 +8,7 @@
 //! | `key`, `digest` | names, and digests of content |
 //! | `memory`, `disk`, `object` | the stores |
 //! | [`download`] | ranges of objects that have arrived, kept until they are whole |
-//! | [`wrap`], `probe`, `conformance` | wrappers, the test at a publisher's start, the suite of all stores |
+//! | [`wrap`], [`probe`], `conformance` | wrappers, the test at a publisher's start, the suite of all stores |
 //! | [`os`], [`wait`], [`pool`] | files and locks; threads that wait; work on threads, with results in order |
 
 #[cfg(feature = "conformance")]
@@ -24,7 +24,7 @@ mod object;
 mod open;
 pub mod os;
 pub mod pool;
-mod probe;
+pub mod probe;
 mod store;
 pub mod wait;
 pub mod wrap;

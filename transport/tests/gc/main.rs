@@ -171,6 +171,19 @@ fn lease_undated_or_unreadable_holds_collection_back() {
 }
 
 #[test]
+fn lease_that_is_forgotten_is_the_one_that_was_listed() {
+    let world = long_world(5);
+    let deep = Key::new(format!("{}/followers/deep/host", world.run.id())).unwrap();
+    world.clock.put(&deep, b"{}", PutMode::Overwrite).unwrap();
+    world.clock.pass(97 * TTL.as_secs());
+    let host = world.run.follower_key("host").unwrap();
+    world.clock.put(&host, b"{}", PutMode::Overwrite).unwrap();
+    world.gc(1).unwrap();
+    assert!(matches!(world.clock.get(&deep, None), Err(StoreError::NotFound { .. })));
+    world.clock.get(&host, None).unwrap();
+}
+
+#[test]
 fn old_versions_are_kept_while_the_newest_anchor_is_not_whole() {
     let world = long_world(9);
     let anchor = Version(*world.anchors.last().unwrap());

@@ -36,7 +36,9 @@ pub(super) async fn server_info(subject: &Subject) -> Checked {
     ] {
         ensure!(holds, "{what} expected: {info:?}")?;
     }
-    Ok(())
+    let about = subject.engine().about().await?;
+    let fits = (about.release, about.model) == (info.version, info.model_path);
+    ensure!(fits, "the release and model of server_info expected")
 }
 
 pub(super) async fn liveness(subject: &Subject) -> Checked {
