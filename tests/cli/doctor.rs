@@ -49,7 +49,7 @@ fn doctor() -> Command {
 }
 
 #[test]
-fn doctor_alone_looks_at_the_build_its_libraries_and_the_machine() {
+fn doctor_alone_looks_at_build_libraries_and_machine() {
     let found = found(&mut doctor());
     assert_eq!(
         ["build", "libraries", "machine", "store", "engines"].map(|group| of_group(&found, group).len()),

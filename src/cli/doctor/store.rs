@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn store_that_may_only_be_read_is_no_problem_but_one_that_overwrites_is() {
+    fn store_that_may_only_be_read_is_no_problem() {
         use State::{Note, Ok as Good, Problem};
         assert_eq!(states(&facts()), [Good, Good, Good]);
         let reads = Facts { creates: Some(Err(failure(true, None))), clock: None, ..facts() };
