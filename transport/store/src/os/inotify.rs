@@ -93,7 +93,8 @@ mod tests {
     fn only_the_name_is_told_and_nothing_after_the_end() {
         let dir = tempfile::tempdir().unwrap();
         let (put, heard) = channel();
-        let watch = Watch::of(dir.path(), "head", move || put.send(()).unwrap()).unwrap().unwrap();
+        let watch = Watch::of(dir.path(), "head", move || put.send(()).unwrap()).unwrap();
+        let Some(watch) = watch else { return eprintln!("skipped: {} is not local", dir.path().display()) };
         let give = |name: &str| {
             fs::write(dir.path().join("staged"), "").unwrap();
             fs::rename(dir.path().join("staged"), dir.path().join(name)).unwrap();
@@ -114,7 +115,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert!(Watch::of(&dir.path().join("absent"), "head", || ()).is_err());
         let (put, heard) = channel::<()>();
-        let watch = Watch::of(dir.path(), "head", move || put.send(()).unwrap()).unwrap().unwrap();
+        let watch = Watch::of(dir.path(), "head", move || put.send(()).unwrap()).unwrap();
+        let Some(watch) = watch else { return eprintln!("skipped: {} is not local", dir.path().display()) };
         fs::remove_dir(dir.path()).unwrap();
         assert_eq!(heard.recv_timeout(Duration::from_secs(60)), Err(RecvTimeoutError::Disconnected));
         while !watch.is_over() {
