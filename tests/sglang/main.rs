@@ -173,7 +173,6 @@ fn check(dir: &Path, count: usize, log_prob_diff_mean_max: f64) {
         println!("  encode {} put {} {phases}", publication["encode_ms"], publication["put_ms"]);
         assert_eq!(phases["version"], publication["version"]);
         assert!(phases["patch_ms"].as_f64() > Some(0.0), "the engine came to it in the first round");
-        assert!(phases["began_at_ms"].as_u64() >= publication["committed_at_ms"].as_u64(),);
         let [weights, wall] = ["weights_ms", "wall_ms"].map(|name| step[name].as_f64().expect("a time"));
         println!("  weights cost {:.1} % of {wall:.0} ms", 100.0 * weights / wall);
         assert!(weights >= publication["convergence_ms"].as_f64().expect("a time") && weights < wall);
