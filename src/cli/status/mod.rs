@@ -6,14 +6,11 @@ use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::run::{kind, model, stored_bytes};
 use crate::cli::shared::store;
-use driftless::store::{ContentDigest, Entry, if_found};
-use driftless::transport::gc::{Ack, EngineStatus, GcOptions, Phases};
+use driftless::store::{ContentDigest, if_found};
+use driftless::transport::gc::{Ack, EngineStatus, GcOptions, Lease, Phases, leases_at};
 use driftless::transport::{Run, RunId, Version};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::time::{Duration, SystemTime};
-
-/// Largest lease in bytes that is read.
-const LEASE_BYTES_MAX: u64 = 1 << 20;
 
 const HELP: &str = "\
 Only the store is read: no follower and no engine is asked, and nothing is written. A host is shown as its follower
@@ -111,13 +108,6 @@ struct Engine {
     status: EngineStatus,
 }
 
-/// What tells whose lease it is, and whether an acknowledgement is in it.
-#[derive(Deserialize)]
-struct Lease {
-    model: Option<String>,
-    version: Option<Version>,
-}
-
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let run = Run::open(store::open(&args.store)?, &args.run)?;
     let model = model(&run, args.model)?;
@@ -153,13 +143,8 @@ fn trainer(run: &Run, model: &str, now: SystemTime) -> Result<Option<Trainer>> {
 }
 
 fn followers(run: &Run, model: &str, newest: Version, now: SystemTime) -> Result<Vec<Follower>> {
-    let mut followers = Vec::new();
-    for entry in run.followers()? {
-        let found = if_found(run.store().get(&entry.key, Some(0..LEASE_BYTES_MAX)));
-        // None: withdrawn since it was listed.
-        let found = found.map_err(driftless::transport::Error::from)?;
-        followers.extend(found.and_then(|bytes| Follower::of(&entry, &bytes, model, newest, now)));
-    }
+    let leases = leases_at(run, &GcOptions::new(model), Some(now))?;
+    let mut followers: Vec<_> = leases.into_iter().map(|lease| Follower::of(lease, newest)).collect();
     followers.sort_by(|one, other| one.follower.cmp(&other.follower));
     Ok(followers)
 }
@@ -170,28 +155,14 @@ fn age(modified: Option<SystemTime>, now: SystemTime) -> Option<Duration> {
 }
 
 impl Follower {
-    /// What is in a lease; `None` if it is for another model. One that cannot be read may be for any.
-    fn of(entry: &Entry, bytes: &[u8], model: &str, newest: Version, now: SystemTime) -> Option<Follower> {
-        let lease = serde_json::from_slice::<Lease>(bytes);
-        if let Ok(Lease { model: Some(other), .. }) = &lease
-            && other != model
-        {
-            return None;
-        }
-        let ack = lease.and_then(|lease| lease.version.map(|_| serde_json::from_slice(bytes)).transpose());
-        let age = age(entry.modified, now);
+    fn of(lease: Lease, newest: Version) -> Follower {
+        let Lease { follower, age, live, ack, .. } = lease;
         let (acknowledged, unreadable) = match ack {
             Ok(ack) => (ack.map(|ack| Acknowledged::of(ack, newest)), None),
-            Err(error) => (None, Some(error.to_string())),
+            Err(why) => (None, Some(why)),
         };
-        Some(Follower {
-            follower: entry.key.name().to_owned(),
-            age_seconds: age.map(|age| age.as_secs_f64()),
-            // As garbage collection counts by default.
-            live: age.is_none_or(|age| age <= GcOptions::new(model).lease_ttl),
-            acknowledged,
-            unreadable,
-        })
+        let age_seconds = age.map(|age| age.as_secs_f64());
+        Follower { follower, age_seconds, live, acknowledged, unreadable }
     }
 }
 

@@ -174,6 +174,7 @@ fn duration(seconds: f64) -> String {
 mod tests {
     use super::*;
     use driftless::store::{Entry, Key};
+    use driftless::transport::gc::GcOptions;
     use driftless::transport::{RunId, Version};
     use serde_json::{Value, json};
     use std::time::{Duration, SystemTime};
@@ -184,7 +185,9 @@ mod tests {
         let follower = |(name, age, bytes): &(&str, u64, Vec<u8>)| {
             let key = Key::new(format!("r/followers/{name}")).expect("a key");
             let entry = Entry::new(key, 1, Some(now - Duration::from_secs(*age)));
-            Follower::of(&entry, bytes, "policy", Version(7), now)
+            let options = GcOptions::new("policy");
+            let lease = driftless::transport::gc::lease(&entry, bytes, &options, Some(now))?;
+            Some(Follower::of(lease, Version(7)))
         };
         let trainer = Trainer {
             version: Version(7),

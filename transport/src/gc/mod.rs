@@ -27,7 +27,7 @@ use crate::run::{Floor, Run, Tombstone};
 use plan::Places;
 
 pub use ack::{Ack, Compared, EngineStatus, How, PHASES_MAX, Phases};
-pub use lease::Lease;
+pub use lease::{Lease, lease};
 pub(crate) use lease::{Record, writer_of};
 pub(crate) use plan::is_publishers;
 
@@ -74,7 +74,7 @@ pub struct Removed {
 }
 
 /// What a collection found and did.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Collection {
     /// The newest version; `None` if there is none, and nothing was done.
@@ -102,7 +102,7 @@ pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
 /// # Errors
 /// What the store reports.
 pub fn leases_at(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Result<Vec<Lease>> {
-    lease::leases(run, &options.model, now, options.lease_ttl)
+    lease::leases(run, options, now)
 }
 
 /// Collects the versions of a model that no reader needs. May run beside the publisher, followers and other
