@@ -74,7 +74,7 @@ def by_hand(loop):
 
 def test_step_is_that_of_loops_in_float64_and_reaches_a_follower(loop, asked):
     hello = asked.ask("hello", **loop.hello(options={"use_rollout_logprobs": True}))
-    assert hello["protocol"] == 2 and hello["progress"] is None and "qwen3" in hello["name"]
+    assert hello["protocol"] == 3 and hello["progress"] is None and "qwen3" in hello["name"]
     stats = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
     loss, entropy, apart, gradients = by_hand(loop)
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
@@ -231,12 +231,12 @@ def test_reference_policy_and_entropy_are_part_of_the_loss(loop, asked):
 
 def test_calls_that_cannot_be_are_answered_with_an_error(loop, asked):
     assert "expected `hello`" in asked.ask("step", samples=[])["error"]
-    assert "expected protocol 2, found 1" in asked.ask("hello", **loop.hello(protocol=1))["error"]
+    assert "expected protocol 3, found 1" in asked.ask("hello", **loop.hello(protocol=1))["error"]
     assert "`ppo_epochs` is 4" in asked.ask("hello", **loop.hello(options={"ppo_epochs": 4}))["error"]
     assert "expected `log`, a string, found 3" in asked.ask("hello", **loop.hello(log=3))["error"]
     nowhere = asked.ask("hello", **loop.hello(hf_checkpoint=str(loop.root / "nowhere")))
     assert "nowhere" in nowhere["error"]
-    assert asked.ask("hello", **loop.hello())["protocol"] == 2
+    assert asked.ask("hello", **loop.hello())["protocol"] == 3
     assert "found a second one" in asked.ask("hello", **loop.hello())["error"]
     step = lambda **sample: asked.ask("step", rollout_id=0, samples=[{**loop.samples[0], **sample}])["error"]
     assert "position 99: expected a record" in step(position=99)

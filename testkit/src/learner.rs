@@ -101,7 +101,7 @@ struct Learner {
 
 impl Learner {
     fn load(hello: &Value) -> Self {
-        assert_eq!((&hello["call"], &hello["protocol"]), (&json!("hello"), &json!(2)), "the first call");
+        assert_eq!((&hello["call"], &hello["protocol"]), (&json!("hello"), &json!(3)), "the first call");
         let save = path(&hello["save"]);
         let log = Reader::open(path(&hello["log"])).unwrap();
         let (biases, consumed, progress, hello) = ([0.0; BIASES], Vec::new(), Value::Null, hello.clone());
@@ -128,7 +128,7 @@ impl Learner {
 
     fn answer(&mut self, name: &str, call: &Value) -> Value {
         match name {
-            "hello" => json!({"protocol": 2, "name": "fake", "progress": self.progress}),
+            "hello" => json!({"protocol": 3, "name": "fake", "progress": self.progress}),
             "log_probs" => json!({"log_probs": self.log_probs(call)}),
             "step" => self.step(call),
             "publish" => json!({"version": self.publish(call["step"].as_u64().unwrap())}),

@@ -17,6 +17,7 @@ use driftless_store::open;
 use driftless_testkit::learner;
 use driftless_testkit::random::Random;
 use driftless_testkit::sglang::Fake;
+use driftless_trainer::ledger;
 use driftless_trainer::tasks::tiny;
 use driftless_transport::Run;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
@@ -40,10 +41,11 @@ const LEARNER: &str = "prompts::process_of_the_learner";
 const REWARD: &str = "prompts::process_of_the_reward";
 
 /// What runs differ in: steps that are learned again after a kill, rollouts that are generated meanwhile, versions
-/// that the store collects before their samples are learned from again.
-const KINDS: [&[&str]; 2] = [
+/// that the store collects before their samples are learned from again, groups that finish in another order.
+const KINDS: [&[&str]; 3] = [
     &["--save-interval", "1"],
     &["--save-interval", "3", "--train-async", "--rollout-shuffle", "--anchor-every", "1", "--keep", "1"],
+    &["--save-interval", "3", "--max-staleness", "3"],
 ];
 
 #[test]
@@ -56,7 +58,12 @@ fn loop_ahead_of_its_learner_takes_and_rewards_each_once() {
     play_until_killed_often(1);
 }
 
-/// Half of all kills, in runs of one kind. Runs mostly wait, so that those of the other kind are played meanwhile.
+#[test]
+fn loop_of_bounded_staleness_takes_and_rewards_each_once() {
+    play_until_killed_often(2);
+}
+
+/// A share of all kills, in runs of one kind. Runs mostly wait, so that those of the other kind are played meanwhile.
 fn play_until_killed_often(kind: usize) {
     let begun = Instant::now();
     let mut kills = Kills::default();
@@ -311,7 +318,7 @@ impl Stage {
         for record in samples(log) {
             let scalars = record.scalars();
             let (sample, group) = (scalars.sample_id, scalars.group_id);
-            assert_eq!((group, scalars.rollout_id), (sample / SAMPLES, group / GROUPS), "sample {sample}");
+            assert_eq!(group, sample / SAMPLES, "sample {sample}");
             let prompt = text(&record.tokens()[..record.prompt_len()]);
             assert_eq!(prompts.get(&group), Some(&prompt), "sample {sample}");
             let expected = worth(sample, &prompt, &text(record.response()), &labels[&prompt]);
@@ -324,9 +331,16 @@ impl Stage {
         let steps = self.steps();
         let ids: Vec<_> = steps.iter().map(|step| step["rollout_id"].as_u64()).collect();
         assert_eq!(ids, (0..STEPS).map(Some).collect::<Vec<_>>(), "every step once, in order");
+        let taken = ledger::read(&self.at("run")).expect("a ledger");
+        let of_group = taken.iter().flat_map(|(step, groups)| groups.iter().map(|group| (*group, *step)));
+        let of_group: BTreeMap<u64, u64> = of_group.collect();
+        assert!(of_group.keys().copied().eq(0..STEPS * GROUPS), "each group of one step: {taken:?}");
+        if !self.flags.contains(&"--max-staleness") {
+            assert!(of_group.iter().all(|(group, step)| *step == group / GROUPS), "in order: {taken:?}");
+        }
         let mut rewards = vec![0.0; STEPS as usize];
         for record in samples(log) {
-            rewards[record.scalars().rollout_id as usize] += f64::from(record.scalars().reward);
+            rewards[of_group[&record.scalars().group_id] as usize] += f64::from(record.scalars().reward);
         }
         for (step, sum) in steps.iter().zip(rewards) {
             let mean = step["reward"].as_f64().expect("a number");

@@ -45,6 +45,42 @@ fn one_step_off_trains_on_samples_one_step_old() {
     assert!(stale[1..].contains(&Some(1)), "generation and training overlapped: {stale:?}");
 }
 
+/// Tokens of groups that others overtook are left out where they are too old.
+#[test]
+fn bounded_staleness_takes_each_group_once_and_no_older_token() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    stage.steps = 8;
+    let _engine = stage.start(Role::Engine, None);
+    let _follower = stage.start(Role::Follower, None);
+    train(&stage, &["--max-staleness", "2"]);
+    let steps = steps(&stage);
+    let oldest: Vec<_> = steps.iter().map(|step| step["staleness_max"].as_u64().expect("steps")).collect();
+    assert!(oldest.iter().all(|age| *age <= 2), "{oldest:?}");
+    assert!(oldest.iter().any(|age| *age > 0), "generation and training overlapped: {oldest:?}");
+    for step in &steps {
+        let ages = step["staleness"]
+            .as_array()
+            .expect("counts")
+            .iter()
+            .map(|tokens| tokens.as_u64().expect("tokens"));
+        let too_old = step["tokens_too_old"].as_u64().expect("tokens");
+        assert_eq!(ages.sum::<u64>() + too_old, step["response_tokens"].as_u64().expect("tokens"), "{step}");
+    }
+    let taken = driftless_trainer::ledger::read(&stage.dir.join("rl")).expect("a ledger");
+    assert!(taken.keys().copied().eq(0..8) && taken.values().all(|groups| groups.len() as u64 == GROUPS));
+    let mut groups: Vec<u64> = taken.into_values().flatten().collect();
+    groups.sort_unstable();
+    groups.dedup();
+    assert_eq!(groups.len() as u64, 8 * GROUPS, "no group is learned from twice");
+    let (status, error) = code(stage.command(Role::Trainer).args(["--max-staleness", "2", "--train-async"]));
+    assert_eq!(status, Some(2), "{error}");
+    let often = ["--max-staleness", "1", "--update-weights-interval", "3"];
+    let (status, error) = code(stage.command(Role::Trainer).args(often));
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("--update-weights-interval") && error.contains("at most 2"), "{error}");
+}
+
 #[test]
 fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -10,6 +10,8 @@ pub mod data;
 mod error;
 pub mod hook;
 pub mod learner;
+pub mod ledger;
+mod lines;
 pub mod lr;
 pub mod metrics;
 pub mod options;

@@ -7,13 +7,17 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// One turn of the loop. Durations are in milliseconds, sizes in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// The rollout that was learned from; the step weights after it are `rollout_id + 1`.
     pub rollout_id: u64,
-    /// Mean reward of the rollout's samples.
+    /// When the step was complete, in milliseconds since 1970.
+    #[serde(default)]
+    pub completed_at_ms: u64,
+    /// Mean reward of the rollout's samples, before it is processed.
     pub reward: f64,
     /// The same of each file of prompts, where there are several.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -41,6 +45,9 @@ pub struct StepMetrics {
     /// Groups that the filter left out.
     #[serde(default)]
     pub groups_filtered: u64,
+    /// Groups of which every token was older than the run may train on.
+    #[serde(default)]
+    pub groups_too_old: u64,
     /// Whether the step was left out because it was not finite.
     #[serde(default)]
     pub skipped: bool,
@@ -51,6 +58,9 @@ pub struct StepMetrics {
     pub staleness_mean: f64,
     /// Largest such difference.
     pub staleness_max: u64,
+    /// Response tokens that were left out because their difference is larger than the run allows.
+    #[serde(default)]
+    pub tokens_too_old: u64,
     /// How many tokens have the difference 0, 1, 2, …
     #[serde(default)]
     pub staleness: Vec<u64>,
@@ -264,19 +274,25 @@ pub struct SetMetrics {
     pub samples: u64,
     /// Mean reward.
     pub reward: f64,
-    /// Share of the prompts with a sample whose reward is 1: pass@k, with k samples of each. Absent unless every reward
-    /// is −1, 0 or 1.
+    /// Share of the prompts, failed ones included, with a sample whose reward is 1: pass@k, with k samples of each. Absent
+    /// unless every reward is −1, 0 or 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pass: Option<f64>,
-    /// Share of the samples whose reward is 1: pass@1. Absent where `pass` is.
+    /// Share of the samples, those of failed prompts included, whose reward is 1: pass@1. Absent where `pass` is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pass_1: Option<f64>,
     /// Mean number of response tokens.
     pub response_length: f64,
     /// Share of the samples that were cut off at the token limit.
     pub truncated: f64,
-    /// Prompts that these figures leave out, because a sample was not generated or got no reward.
+    /// Prompts of which a sample was not generated or got no reward. Rewards and lengths leave them out.
     pub failed: u64,
+}
+
+/// A moment as microseconds since 1970.
+pub(crate) fn unix_us(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_micros()).unwrap_or_default()
 }
 
 /// Whether a reward says no more than right or wrong: only of such rewards a share of right answers is told.

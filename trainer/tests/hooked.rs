@@ -6,11 +6,14 @@ use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
 use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
+use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, RowReader};
 use driftless_trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
-use driftless_trainer::rollout::{Dropped, RolloutOptions, Rollouts};
+use driftless_trainer::options::Mode;
+use driftless_trainer::rollout::{Dropped, Policy, Queue, RolloutOptions, Rollouts};
 use driftless_trainer::sample::{Engines, Turn, answer_of};
 use driftless_trainer::tasks::{Sourced, Task, tiny};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -102,13 +105,34 @@ impl Engines for Echo {
 
 fn rollouts(dir: &Path, task: Task) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+    let log = Log::open(dir.join("log"), Options::new(identity)).unwrap();
+    let policy = Policy { mode: Mode::Synchronous, batch: 2, steps: 1 };
+    let queue = Queue::open(policy, &log.reader(), ANSWERS, 0, BTreeMap::new());
     Arc::new(Rollouts {
         engines: Arc::new(Echo),
         task,
-        log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
+        log,
         progress: Arc::new(|_, _, _| {}),
+        queue: Arc::new(queue),
         options: RolloutOptions::new(2, ANSWERS).with_scope(1).with_vocabulary(16),
     })
+}
+
+/// Generates the groups of step 0, and returns them and what was left out.
+async fn generate(rollouts: &Arc<Rollouts>) -> Result<(Vec<u64>, Dropped), Error> {
+    let mut run = tokio::spawn(rollouts.clone().run());
+    let groups = loop {
+        if let Some(groups) = rollouts.queue.batch(0) {
+            break groups;
+        }
+        tokio::select! {
+            ended = &mut run => ended.unwrap()?,
+            () = rollouts.queue.wait() => {}
+        }
+    };
+    run.abort();
+    let since = rollouts.queue.take(0, groups.clone());
+    Ok((groups, since.dropped))
 }
 
 /// The samples of a group, by id.
@@ -139,8 +163,8 @@ async fn every_hook_does_its_part() {
     let dir = tempfile::tempdir().unwrap();
     let rollouts = rollouts(dir.path(), task(dir.path()));
     rollouts.task.ready().await.unwrap();
-    let dropped = rollouts.clone().generate(0, None).await.unwrap();
-    assert_eq!(dropped, Dropped { failed: 0, filtered: 1 });
+    let (_, dropped) = generate(&rollouts).await.unwrap();
+    assert_eq!(dropped, Dropped { failed: 0, filtered: 1, too_old: 0 });
     check(&rollouts);
     let done = rollouts.log.reader().prompts(PromptState::Done);
     let left_out = done.iter().find(|record| record.scalars().sample_id == 1).unwrap();
@@ -156,8 +180,8 @@ import json, sys
 for line in sys.stdin:
     print(json.dumps({"id": json.loads(line)["id"], "generate": {"input_ids": [3]}}), flush=True)'"#;
     let options = HookOptions::new(script);
-    let generate = Hook::open("--custom-generate-command", &options).unwrap();
-    let task = Task { generate: Some(Arc::new(generate)), ..task(dir.path()) };
+    let opened = Hook::open("--custom-generate-command", &options).unwrap();
+    let task = Task { generate: Some(Arc::new(opened)), ..task(dir.path()) };
     let turn = Turn {
         engines: &Echo,
         minimum: None,
@@ -188,12 +212,13 @@ async fn an_answer_of_which_a_crash_left_a_part_is_made_again() {
     };
     // The try before the crash had three samples.
     first.log.append_all(&[part(2, &[3, 9]), part(1, &[3, 8])]).unwrap();
-    first.clone().generate(0, None).await.unwrap();
+    let (groups, _) = generate(&first).await.unwrap();
     let whole = records(&first, 0).into_iter().filter(|record| record.log_probs() != [-9.0]);
     assert_eq!(whole.count(), 4);
+    let groups = groups.iter().map(|group| first.logged_group(*group));
     // Nor does the loop learn from what the crash left.
     assert_eq!(first.log.reader().groups(0, 2)[0].records.len(), 5);
-    assert_eq!(first.groups(0).iter().map(|group| group.records.len()).collect::<Vec<_>>(), [4, 4]);
+    assert_eq!(groups.map(|group| group.unwrap().records.len()).collect::<Vec<_>>(), [4, 4]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -214,11 +239,11 @@ async fn hook_that_asks_too_much_drops_its_group() {
             &reply[1..]
         );
         let options = HookOptions::new(at);
-        let generate = Hook::open("--custom-generate-command", &options).unwrap();
-        let task = Task { generate: Some(Arc::new(generate)), ..task.clone() };
+        let opened = Hook::open("--custom-generate-command", &options).unwrap();
+        let task = Task { generate: Some(Arc::new(opened)), ..task.clone() };
         let place = dir.path().join(found.replace([' ', ','], "-"));
         let rollouts = rollouts(&place, task);
-        let words = rollouts.generate(0, None).await.unwrap_err().to_string();
+        let words = generate(&rollouts).await.unwrap_err().to_string();
         assert!(words.contains("--custom-generate-command") && words.contains(found), "{reply}: {words}");
     }
 }

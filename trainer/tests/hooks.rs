@@ -116,6 +116,28 @@ async fn late_command_is_killed_and_started_for_the_next_group() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn process_outlives_a_question_that_is_given_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let script = format!(
+        "cd {}; echo start >> starts; while read -r line; do n=${{line#*:}}; n=${{n%%,*}}; touch asked; \
+         until test -e go; do :; done; echo \"{{\\\"id\\\": $n, \\\"rewards\\\": [$n, 0]}}\"; done",
+        dir.path().display()
+    );
+    let command = Arc::new(Rm::new(Hook::open("--custom-rm-command", &HookOptions::new(script)).unwrap()));
+    let asking = command.clone();
+    let given_up = tokio::spawn(async move { score(&asking).await });
+    while !at("asked").exists() {
+        tokio::task::yield_now().await;
+    }
+    given_up.abort();
+    assert!(given_up.await.unwrap_err().is_cancelled());
+    std::fs::write(at("go"), "").unwrap();
+    assert_eq!(score(&command).await.unwrap(), [2.0, 0.0]);
+    assert_eq!(std::fs::read_to_string(at("starts")).unwrap().lines().count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_command_is_asked_about_no_samples_before_the_run() {
     command(r#"echo "{\"id\": $n, \"rewards\": []}""#, LONG).ready().await.unwrap();
     for (reply, found) in

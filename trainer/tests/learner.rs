@@ -124,7 +124,7 @@ fn words_of_a_child_are_cut_and_hold_no_escapes() {
 fn child_of_another_protocol_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let error = child("hello:1:protocol").load(&place(dir.path())).unwrap_err();
-    assert!(error.to_string().contains("expected protocol 2, found 1"), "{error}");
+    assert!(error.to_string().contains("expected protocol 3, found 1"), "{error}");
 }
 
 #[test]

@@ -10,14 +10,19 @@ use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState, Samp
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
 use driftless_trainer::hook::{Filter, Filters};
+use driftless_trainer::options::Mode;
 use driftless_trainer::reward::Reward;
-use driftless_trainer::rollout::{Dropped, EvalSet, PromptNote, RolloutOptions, Rollouts};
+use driftless_trainer::rollout::{
+    Dropped, EvalSet, Policy, PromptNote, Queue, RolloutOptions, Rollouts, Since,
+};
 use driftless_trainer::sample::{Answer, Engines};
 use driftless_trainer::tasks::{Prompts, Task, tiny};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::task::JoinHandle;
 
 const SAMPLES: u64 = 2;
 const GROUPS: u64 = 3;
@@ -87,30 +92,72 @@ fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Task {
 
 fn rollouts(dir: &Path, task: Task, engines: Echo) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+    let log = Log::open(dir.join("log"), Options::new(identity)).unwrap();
+    let policy = Policy { mode: Mode::Synchronous, batch: GROUPS, steps: u64::MAX };
+    let queue = Queue::open(policy, &log.reader(), SAMPLES, 0, BTreeMap::new());
+    queue.published(0, None);
     Arc::new(Rollouts {
         engines: Arc::new(engines),
         task,
-        log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
+        log,
         progress: Arc::new(|_, _, _| {}),
+        queue: Arc::new(queue),
         options: RolloutOptions::new(GROUPS, SAMPLES).with_scope(1),
     })
 }
 
-/// The prompts that a rollout learns from.
-fn groups(rollouts: &Rollouts, rollout: u64) -> Vec<u64> {
-    rollouts.log.reader().groups(rollout, SAMPLES as usize).iter().map(|group| group.group_id).collect()
+/// Gives `step` its groups, and lets those of the next begin.
+async fn take(rollouts: &Rollouts, step: u64) -> (Vec<u64>, Since) {
+    let groups = loop {
+        match rollouts.queue.batch(step) {
+            Some(groups) => break groups,
+            None => rollouts.queue.wait().await,
+        }
+    };
+    assert!(groups.iter().all(|group| rollouts.logged_group(*group).is_some()), "{groups:?} are durable");
+    let since = rollouts.queue.take(step, groups.clone());
+    rollouts.queue.trained(step + 1);
+    (groups, since)
+}
+
+/// Generates until the log is closed.
+struct Running(Arc<Rollouts>, JoinHandle<Result<(), Error>>);
+
+impl Running {
+    fn start(rollouts: Arc<Rollouts>) -> Self {
+        Running(rollouts.clone(), tokio::spawn(rollouts.run()))
+    }
+
+    async fn stop(self) {
+        self.1.abort();
+        assert!(self.1.await.unwrap_err().is_cancelled());
+    }
+
+    /// Ends it, and closes the log once the tasks that were aborted let go of it.
+    async fn close(self) {
+        let log = Arc::downgrade(&self.0);
+        self.1.abort();
+        assert!(self.1.await.unwrap_err().is_cancelled());
+        drop(self.0);
+        while log.strong_count() > 0 {
+            tokio::task::yield_now().await;
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn groups_that_fail_or_are_filtered_are_replaced() {
     let dir = tempfile::tempdir().unwrap();
-    let labels = ["a", "fail", "b", "same", "c", "d", "e", "f"];
+    let labels = ["a", "fail", "b", "same", "c", "d", "e", "f", "g", "h", "i"];
     let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), Echo::default());
-    let dropped = rollouts.clone().generate(0, None).await.unwrap();
-    assert_eq!(dropped, Dropped { failed: 1, filtered: 1 });
-    assert_eq!(groups(&rollouts, 0), [0, 2, 4]);
-    assert_eq!(rollouts.clone().generate(1, None).await.unwrap(), Dropped::default());
-    assert_eq!(groups(&rollouts, 1), [5, 6, 7]);
+    let running = Running::start(rollouts.clone());
+    let (groups, since) = take(&rollouts, 0).await;
+    assert_eq!(groups, [0, 2, 4]);
+    assert_eq!(since.dropped, Dropped { failed: 1, filtered: 1, too_old: 0 });
+    let (groups, since) = take(&rollouts, 1).await;
+    assert_eq!((groups, since.dropped, since.kept), (vec![5, 6, 7], Dropped::default(), 3));
+    assert!(since.active > Duration::ZERO);
+    running.stop().await;
     let done = rollouts.log.reader().prompts(PromptState::Done);
     let why = |record: &buffer::Record| String::from_utf8_lossy(record.metadata()).into_owned();
     let failed = done.iter().find(|record| record.scalars().sample_id == 1).map(why).unwrap();
@@ -118,34 +165,32 @@ async fn groups_that_fail_or_are_filtered_are_replaced() {
     let note = done.iter().find(|record| record.scalars().sample_id == 2).map(PromptNote::of).unwrap();
     assert_eq!(note.label.map(|label| label.get().to_owned()).as_deref(), Some("\"b\""));
     assert!(note.source.unwrap().to_string().ends_with("prompts.jsonl:3") && note.dropped.is_none());
-    // What is complete already is not done again.
-    assert_eq!(rollouts.clone().generate(1, None).await.unwrap(), Dropped::default());
-    assert_eq!(rollouts.log.reader().next_prompt(), 8);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_interrupted_anywhere_takes_each_prompt_once() {
-    let labels = ["a", "b", "c", "d", "e", "f"];
+    let labels = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
     for stuck_from in 0..GROUPS * SAMPLES {
         let dir = tempfile::tempdir().unwrap();
         let echo = Echo { stuck_from: Some(stuck_from), ..Echo::default() };
         let first = rollouts(dir.path(), task(dir.path(), &labels, 0), echo);
-        let run = tokio::spawn(first.clone().generate(0, None));
+        let running = Running::start(first.clone());
         // Every prompt is in flight, and every request that is answered was.
         while first.log.reader().next_prompt() < GROUPS || !settled(&first, stuck_from) {
             tokio::task::yield_now().await;
         }
-        run.abort();
-        assert!(run.await.unwrap_err().is_cancelled());
-        close(first).await;
+        drop(first);
+        running.close().await;
         let second = rollouts(dir.path(), task(dir.path(), &labels, 0), Echo::default());
-        let before: BTreeSet<_> = groups(&second, 0).into_iter().collect();
-        second.clone().generate(0, None).await.unwrap();
-        assert_eq!(groups(&second, 0), [0, 1, 2], "stuck from {stuck_from}, {before:?} were complete");
-        second.clone().generate(1, None).await.unwrap();
-        assert_eq!(groups(&second, 1), [3, 4, 5], "stuck from {stuck_from}");
-        assert_eq!(second.log.reader().prompts(PromptState::Done).len(), 6);
-        assert!(second.log.reader().prompts(PromptState::InFlight).is_empty());
+        let running = Running::start(second.clone());
+        assert_eq!(take(&second, 0).await.0, [0, 1, 2], "stuck from {stuck_from}");
+        assert_eq!(take(&second, 1).await.0, [3, 4, 5], "stuck from {stuck_from}");
+        assert_eq!(take(&second, 2).await.0, [6, 7, 8], "stuck from {stuck_from}");
+        let done = second.log.reader().prompts(PromptState::Done);
+        let done = done.iter().map(|record| record.scalars().sample_id).filter(|number| *number < 9);
+        assert_eq!(done.collect::<BTreeSet<_>>(), (0..9).collect());
+        drop(second);
+        running.close().await;
     }
 }
 
@@ -164,32 +209,31 @@ async fn a_group_complete_but_not_marked_done_is_counted_once() {
         ..Sample::default()
     };
     first.log.append_all(&(0..SAMPLES).map(sample).collect::<Vec<_>>()).unwrap();
-    close(first).await;
-    let second = rollouts(dir.path(), task(dir.path(), &["a"; 6], 0), Echo::default());
-    second.clone().generate(0, None).await.unwrap();
-    assert_eq!(groups(&second, 0), [0, 1, 2]);
-    assert_eq!(second.log.reader().prompts(PromptState::Done).len(), 3);
-    assert!(second.log.reader().prompts(PromptState::InFlight).is_empty());
+    drop(first);
+    let echo = Echo { stuck_from: Some((GROUPS - 1) * SAMPLES), ..Echo::default() };
+    let second = rollouts(dir.path(), task(dir.path(), &["a"; 6], 0), echo);
+    let running = Running::start(second.clone());
+    assert_eq!(take(&second, 0).await.0, [0, 1, 2]);
+    let whole = second.logged_group(0).unwrap();
+    assert_eq!(whole.records.len(), SAMPLES as usize);
+    assert!(whole.records.iter().all(|record| record.scalars().reward == 0.0), "it is not generated again");
+    assert_eq!(second.log.reader().prompt(0).unwrap().unwrap().scalars().status, PromptState::Done.code());
+    running.stop().await;
 }
 
-/// A rollout that ended after its prompts were taken, and before the first answer.
+/// A run that ended after its prompts were taken, and before the first answer.
 async fn interrupted(dir: &Path) -> Arc<Rollouts> {
     let echo = Echo { stuck_from: Some(0), ..Echo::default() };
     let first = rollouts(dir, task(dir, &["a"; 6], 0), echo);
-    let run = tokio::spawn(first.clone().generate(0, None));
+    let running = Running::start(first.clone());
     while first.log.reader().next_prompt() < GROUPS {
         tokio::task::yield_now().await;
     }
-    run.abort();
-    assert!(run.await.unwrap_err().is_cancelled());
-    first
-}
-
-/// Closes the log, once the tasks that were aborted let go of it.
-async fn close(rollouts: Arc<Rollouts>) {
-    while Arc::strong_count(&rollouts) > 1 {
+    running.stop().await;
+    while Arc::strong_count(&first) > 1 {
         tokio::task::yield_now().await;
     }
+    first
 }
 
 /// Whether all requests were made, of which those from `stuck_from` on wait for ever.
@@ -202,18 +246,27 @@ fn settled(rollouts: &Rollouts, stuck_from: u64) -> bool {
 #[tokio::test(flavor = "multi_thread")]
 async fn prompts_that_changed_while_they_were_in_flight_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let first = interrupted(dir.path()).await;
-    close(first).await;
+    drop(interrupted(dir.path()).await);
     let second = rollouts(dir.path(), task(dir.path(), &["a"; 6], 5), Echo::default());
-    let words = second.generate(0, None).await.unwrap_err().to_string();
+    let words = second.run().await.unwrap_err().to_string();
     assert!(words.contains("prompt 0") && words.contains("prompts.jsonl:1"), "{words}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_answers_than_ids_have_room_for_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut rollouts = rollouts(dir.path(), task(dir.path(), &["a"; 3], 0), Echo::default());
+    Arc::get_mut(&mut rollouts).unwrap().options.n_samples_per_prompt = 1 << 47;
+    let words = rollouts.clone().run().await.unwrap_err().to_string();
+    assert!(words.contains("n_samples_per_prompt") && words.contains("each of 2 prompts"), "{words}");
+    assert_eq!(rollouts.log.reader().next_prompt(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reward_that_never_comes_ends_the_rollout_with_its_reason() {
     let dir = tempfile::tempdir().unwrap();
     let rollouts = rollouts(dir.path(), task(dir.path(), &["fail"], 0), Echo::default());
-    let words = rollouts.generate(0, None).await.unwrap_err().to_string();
+    let words = rollouts.run().await.unwrap_err().to_string();
     assert!(words.contains("rollout 0") && words.contains("one finite number"), "{words}");
 }
 
@@ -230,7 +283,7 @@ async fn measuring_gives_mean_reward_and_pass_rate_and_logs_nothing() {
         sampling: SamplingParams::default(),
     };
     let measured = rollouts.clone().measure(&set, None).await.unwrap();
-    assert_eq!((measured.prompts, measured.failed, measured.pass), (3, 1, Some(1.0)));
+    assert_eq!((measured.prompts, measured.failed, measured.pass), (3, 1, Some(0.75)));
     assert!((measured.reward - 4.0 / 6.0).abs() < 1e-9, "{measured:?}");
     assert_eq!(rollouts.log.reader().next_prompt(), 0);
 }

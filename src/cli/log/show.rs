@@ -4,9 +4,11 @@ use super::texts::{Texts, log_of};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, printable};
-use driftless::buffer::Record;
+use driftless::buffer::{self, Group, Reader, Record};
+use driftless::trainer::ledger;
 use driftless::trainer::sample::{answer_of, label_text, part_of};
 use serde_json::value::RawValue;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -57,8 +59,10 @@ struct Shown {
 }
 
 pub(super) fn run(args: &Args, output: Output) -> Result<()> {
-    let texts = Texts::open(&log_of(&args.run)?, args.hf_checkpoint.as_deref())?;
-    let mut records = samples(args, &texts)?;
+    let log = log_of(&args.run)?;
+    let ledger = log.parent().map_or_else(|| Ok(BTreeMap::new()), ledger::read)?;
+    let texts = Texts::open(&log, args.hf_checkpoint.as_deref())?;
+    let Step { number, mut records } = samples(args, &texts, &ledger)?;
     let reward = |record: &Record| record.scalars().reward;
     if args.best {
         records.sort_by(|a, b| reward(b).total_cmp(&reward(a)));
@@ -66,34 +70,54 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
         records.sort_by(|a, b| reward(a).total_cmp(&reward(b)));
     }
     for record in records.iter().take(args.samples) {
-        output.print(&shown(&texts, record)?, render)?;
+        output.print(&shown(&texts, number, record)?, render)?;
     }
     Ok(())
 }
 
-/// The samples of the step that is asked for.
-fn samples(args: &Args, texts: &Texts) -> Result<Vec<Record>> {
-    let steps = texts.reader().rollouts();
+/// The samples of a step.
+struct Step {
+    number: u64,
+    records: Vec<Record>,
+}
+
+/// The samples of the step that is asked for: by the run's ledger, or, without one, by the step that the log says they
+/// were generated for.
+fn samples(args: &Args, texts: &Texts, ledger: &BTreeMap<u64, Vec<u64>>) -> Result<Step> {
+    let log = texts.reader();
+    let steps = if ledger.is_empty() { log.rollouts() } else { ledger.keys().copied().collect() };
     let wrong = |expected: String, found: String| {
         Error::usage(format!("step of {}", args.run.display()), expected, found)
     };
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else {
         return Err(wrong("one with samples".to_owned(), "an empty log".to_owned()));
     };
-    let step = args.step.unwrap_or(*last);
-    if !steps.contains(&step) {
-        return Err(wrong(format!("one with samples, from {first} to {last}"), step.to_string()));
+    let number = args.step.unwrap_or(*last);
+    if !steps.contains(&number) {
+        return Err(wrong(format!("one with samples, from {first} to {last}"), number.to_string()));
     }
-    Ok(texts.reader().groups(step, 1).into_iter().flat_map(|group| group.records).collect())
+    let groups = match ledger.get(&number) {
+        Some(taken) => groups(log, taken)?,
+        None => log.groups(number, 1),
+    };
+    Ok(Step { number, records: groups.into_iter().flat_map(|group| group.records).collect() })
 }
 
-fn shown(texts: &Texts, record: &Record) -> Result<Shown> {
+/// The groups of these numbers. The log finds them by the step that their prompts were taken for.
+fn groups(log: &Reader, numbers: &[u64]) -> Result<Vec<Group>> {
+    let prompts = numbers.iter().map(|number| log.prompt(*number)).collect::<buffer::Result<Vec<_>>>()?;
+    let seats: BTreeSet<_> = prompts.iter().flatten().map(|prompt| prompt.scalars().rollout_id).collect();
+    let groups = seats.into_iter().flat_map(|seat| log.groups(seat, 1));
+    Ok(groups.filter(|group| numbers.contains(&group.group_id)).collect())
+}
+
+fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
     let scalars = record.scalars();
     let note = texts.note(record)?;
     let mut versions: Vec<_> = record.spans().iter().map(|span| span.version).collect();
     versions.dedup();
     Ok(Shown {
-        step: scalars.rollout_id,
+        step,
         prompt_id: scalars.group_id,
         answer: answer_of(scalars.sample_id),
         part: part_of(scalars.sample_id),

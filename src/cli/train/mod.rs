@@ -172,8 +172,12 @@ struct RolloutArgs {
     #[arg(long, default_value_t = 512, value_parser = numbers::count::<usize>())]
     sglang_server_concurrency: usize,
     /// Generate the next rollout while training on this one: samples are at most one step old.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "max_staleness")]
     train_async: bool,
+    /// Generate without regard to steps: a step learns from the oldest finished groups, and not from tokens that weights
+    /// of more than so many optimiser steps ago drew. 0: generate and train in turns.
+    #[arg(long, default_value_t = 0, value_name = "STEPS", value_parser = numbers::ordinal())]
+    max_staleness: u64,
     /// Measure on held-out prompts after every so many steps; 0: only at both ends.
     #[arg(long, default_value_t = 20, value_parser = numbers::ordinal())]
     eval_interval: u64,
@@ -446,6 +450,15 @@ impl RolloutArgs {
         Ok(())
     }
 
+    /// How generation and training overlap.
+    fn mode(&self) -> Mode {
+        match self.max_staleness {
+            0 if self.train_async => Mode::OneStepOff,
+            0 => Mode::Synchronous,
+            max_staleness => Mode::Bounded { max_staleness },
+        }
+    }
+
     /// How tokens are drawn.
     fn sampling(&self) -> SamplingParams {
         SamplingParams {
@@ -509,7 +522,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let (lr, n_samples_per_prompt) = (args.lr.unwrap_or(LR), rollout.n_samples_per_prompt);
     let run = learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt };
-    let (sampling, keys) = (rollout.sampling(), rollout.keys.read()?);
+    let (mode, sampling, keys) = (rollout.mode(), rollout.sampling(), rollout.keys.read()?);
     let opened = store::open(&store)?;
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
@@ -524,7 +537,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_data(args.task.settings())
             .with_rollout_external_engine_addrs(rollout.rollout_external_engine_addrs)
             .with_keys(keys)
-            .with_mode(if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous })
+            .with_mode(mode)
             .with_debug(debug)
             .with_server_concurrency(rollout.sglang_server_concurrency)
             .with_eval_interval(rollout.eval_interval)

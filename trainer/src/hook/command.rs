@@ -46,10 +46,20 @@ impl Pool {
         Pool { flag, options: options.clone(), free: Semaphore::new(processes), places }
     }
 
-    /// The line that answers `line`, which has this `id`. Where the asking task is stopped, the process owes an answer
-    /// that has no taker, and ends.
-    pub(super) async fn ask(&self, id: u64, mut line: Vec<u8>) -> Result<Vec<u8>, Silent> {
+    /// The line that answers `line`, which has this `id`. Where the asking task is stopped, the process gives its answer
+    /// all the same, and then takes the next question: it may have loaded a model for minutes.
+    pub(super) async fn ask(self: &Arc<Self>, id: u64, mut line: Vec<u8>) -> Result<Vec<u8>, Silent> {
         line.push(b'\n');
+        let pool = self.clone();
+        let asked = tokio::spawn(async move { pool.ask_one(id, &line).await });
+        match asked.await.map_err(tokio::task::JoinError::try_into_panic) {
+            Ok(answer) => answer,
+            Err(Ok(panic)) => std::panic::resume_unwind(panic),
+            Err(Err(_)) => Err(Silent::new("the end of the program that asks")),
+        }
+    }
+
+    async fn ask_one(&self, id: u64, line: &[u8]) -> Result<Vec<u8>, Silent> {
         let gone = || Silent::new("the end of its processes");
         let _permit = self.free.acquire().await.map_err(|_| gone())?;
         let mut place = self.places.iter().find_map(|place| place.try_lock().ok()).ok_or_else(gone)?;
@@ -60,7 +70,7 @@ impl Pool {
                 None => Process::start(self.flag, &self.options.at, &place.notes)
                     .map_err(|error| Silent::new(format_args!("that it does not start: {error}")))?,
             };
-            match tokio::time::timeout(self.options.deadline, running.ask(id, &line)).await {
+            match tokio::time::timeout(self.options.deadline, running.ask(id, line)).await {
                 Ok(Ok(answer)) => {
                     place.process = Some(running);
                     return Ok(answer);

@@ -11,6 +11,7 @@ mod group;
 mod sample;
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -59,7 +60,7 @@ pub struct Hook {
 
 #[derive(Debug)]
 enum Peer {
-    Command(command::Pool),
+    Command(Arc<command::Pool>),
     Service(Service),
 }
 
@@ -98,7 +99,7 @@ impl Hook {
         let is_url = ["http://", "https://"].iter().any(|scheme| options.at.starts_with(scheme));
         let peer = match (is_url, options.at.trim().is_empty()) {
             (true, _) => Peer::Service(Service::new(flag, &options.at, options.deadline, ANSWER_BYTES_MAX)?),
-            (false, false) => Peer::Command(command::Pool::new(flag, options)),
+            (false, false) => Peer::Command(Arc::new(command::Pool::new(flag, options))),
             (false, true) => {
                 return Err(crate::error::input(flag, "a command, or http://host:port/path", "nothing"));
             }

@@ -111,7 +111,7 @@ impl Learner for Child {
         let reply = self.call(Call::Hello(Box::new(Hello::new(workspace, &self.options))))?;
         if reply.protocol != Some(PROTOCOL) {
             let found = reply.protocol.map_or("none".to_owned(), |found| found.to_string());
-            return Err(self.wrong("hello", "protocol 2", found));
+            return Err(self.wrong("hello", "protocol 3", found));
         }
         self.name = reply.name.map(|name| cut(&name, NAME_MAX)).or(self.name.take());
         tracing::info!(learner = self.describe(), step = reply.progress.as_ref().map(|p| p.step), "loaded");

@@ -87,6 +87,8 @@ pub struct Sample<'a> {
     pub prompt_len: usize,
     /// Per response token: 1 to train on it, 0 not to. Empty means all ones.
     pub loss_mask: &'a [u8],
+    /// Leading response tokens that are not trained on, whatever the mask says: the weights that drew them are too old.
+    pub stale: usize,
     /// Per response token: log-probability when it was sampled.
     pub log_probs: &'a [f32],
     /// Per response token: log-probability under a teacher; empty where there is none.
@@ -108,6 +110,7 @@ impl<'a> Sample<'a> {
             tokens: record.tokens(),
             prompt_len: record.prompt_len(),
             loss_mask: record.loss_mask(),
+            stale: 0,
             log_probs: record.log_probs(),
             teacher_log_probs: record.teacher_log_probs(),
             answer: answer_of(record.scalars().sample_id),
@@ -119,9 +122,15 @@ impl<'a> Sample<'a> {
     #[must_use]
     pub fn trained(&self) -> usize {
         match self.loss_mask {
-            [] => self.response_len(),
-            mask => mask.iter().filter(|&&keep| keep != 0).count(),
+            [] => self.response_len().saturating_sub(self.stale),
+            mask => mask.iter().skip(self.stale).filter(|&&keep| keep != 0).count(),
         }
+    }
+
+    /// Whether this token of the response is trained on.
+    #[must_use]
+    pub fn is_trained(&self, place: usize) -> bool {
+        place >= self.stale && self.loss_mask.get(place) != Some(&0)
     }
 
     /// Tokens of the response.

@@ -80,7 +80,7 @@ impl Served {
                     Stepped::NotFinite(what) => json!({ "not_finite": what }),
                 })
             }
-            Call::Publish { .. } => match self.learner.snapshot(0)? {
+            Call::Publish { step } => match self.learner.snapshot(step)? {
                 Weights::Published(version) => Ok(json!({ "version": version })),
                 Weights::Tensors(_) => Err(unexpected("a call to publish, of a learner that does not")),
             },
@@ -103,6 +103,7 @@ impl Served {
 fn batch<'a>(rollout_id: u64, samples: &[wire::Sample], records: &'a [Record]) -> Batch<'a> {
     let sample = |(at, record): (&wire::Sample, &'a Record)| Sample {
         answer: at.rollout_id,
+        stale: at.stale,
         ..Sample::of(record, at.advantage)
     };
     Batch { rollout_id, samples: samples.iter().zip(records).map(sample).collect() }

@@ -9,7 +9,7 @@ use crate::metrics::StepStats;
 use crate::options::LearnOptions;
 
 /// The version of the protocol that is spoken here.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Longest reply, beside the numbers that `log_probs` asks for. A learner may be anybody's program, so its
 /// line is not held in memory for longer than it can mean something.
@@ -91,9 +91,17 @@ pub(super) struct Sample {
     /// The answer that it is part of.
     pub(super) rollout_id: u64,
     pub(super) advantage: f32,
+    /// Leading response tokens that are not trained on.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(super) stale: usize,
     /// Tokens of its response, which are as many numbers in a reply to `log_probs`.
     #[serde(skip)]
     response_len: usize,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
@@ -101,6 +109,7 @@ pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
         position: sample.position.0,
         rollout_id: sample.answer,
         advantage: sample.advantage,
+        stale: sample.stale,
         response_len: sample.response_len(),
     };
     batch.samples.iter().map(sample).collect()
@@ -126,7 +135,8 @@ mod tests {
 
     #[test]
     fn reply_bytes_max_longest_log_probs_of_its_samples_fit() {
-        let sample = |response_len| Sample { position: 0, rollout_id: 0, advantage: 0.0, response_len };
+        let sample =
+            |response_len| Sample { position: 0, rollout_id: 0, advantage: 0.0, stale: 0, response_len };
         let lengths = [0, 1, 200_000];
         let call = Call::LogProbs { rollout_id: 0, samples: lengths.map(sample).into() };
         // No number of 64 bits has a longer text; Python puts a space behind each comma.

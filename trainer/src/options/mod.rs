@@ -124,6 +124,24 @@ impl Estimator {
 pub enum Mode {
     /// Generate, train, publish, one after the other: every sample comes from the newest weights.
     Synchronous,
-    /// Rollout `r + 1` is generated while step `r` trains: samples are at most one step old.
+    /// The next batch is generated while a step trains: samples are at most one step old.
     OneStepOff,
+    /// Groups are generated without regard to steps, and a step learns from the oldest that are finished. A token that
+    /// older weights drew is not trained on.
+    Bounded {
+        /// How many optimiser steps the weights that draw a token may be behind those that learn from it; at least 1.
+        max_staleness: u64,
+    },
+}
+
+impl Mode {
+    /// How many optimiser steps the weights that draw a token may be behind those that learn from it.
+    #[must_use]
+    pub fn max_staleness(self) -> u64 {
+        match self {
+            Mode::Synchronous => 0,
+            Mode::OneStepOff => 1,
+            Mode::Bounded { max_staleness } => max_staleness,
+        }
+    }
 }

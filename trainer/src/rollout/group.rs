@@ -1,21 +1,20 @@
 //! One prompt: its samples, their rewards, and whether they are kept.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
-use driftless_bridge::Label;
 use driftless_buffer::{Finish, Record};
 use driftless_store::chain_text;
 
-use super::Rollouts;
-use super::parts::Kept;
+use super::parts::{Kept, parts};
+use super::{Begun, Rollouts};
 use crate::error::{Error, Result};
-use crate::sample::{Answer, Prompt, Trajectory, sample_id};
+use crate::sample::{Answer, Prompt, Trajectory, answers_of};
 use crate::tasks::Task;
 
 /// A group that is no longer worked on.
 pub(super) struct Group {
-    pub(super) number: u64,
-    pub(super) prompt: Prompt,
+    pub(super) begun: Begun,
     pub(super) outcome: Outcome,
 }
 
@@ -27,6 +26,8 @@ pub(super) enum Outcome {
     Failed(String),
     /// The task does not learn from it, for this reason.
     Filtered(String),
+    /// No engine could generate it, for this reason.
+    Returned(Error),
 }
 
 /// An answer with its reward.
@@ -35,46 +36,43 @@ pub(super) struct Made {
     /// At least one.
     pub(super) parts: Vec<Trajectory>,
     pub(super) reward: f32,
+    /// The reward before it was processed, where that changed it.
+    pub(super) raw_reward: Option<f32>,
+    /// When its last token had come.
+    pub(super) at: SystemTime,
 }
 
 /// An answer before its reward.
 struct Drawn {
     answer: u64,
     parts: Vec<Trajectory>,
+    at: SystemTime,
     /// Whether the log has it.
     is_logged: bool,
 }
 
 impl Rollouts {
     /// Generates and rewards what the log lacks of a group.
-    pub(super) async fn group(
-        self: Arc<Self>,
-        rollout: u64,
-        number: u64,
-        prompt: Prompt,
-        minimum: Option<Label>,
-    ) -> Group {
-        let made = self.make(rollout, number, &prompt, minimum.as_ref()).await;
-        let outcome = made.unwrap_or_else(|error| Outcome::Failed(chain_text(&error)));
-        Group { number, prompt, outcome }
+    pub(super) async fn group(self: Arc<Self>, begun: Begun) -> Group {
+        let outcome = match self.make(&begun).await {
+            Ok(outcome) => outcome,
+            Err(error) if error.is_no_engine() => Outcome::Returned(error),
+            Err(error) => Outcome::Failed(chain_text(&error)),
+        };
+        Group { begun, outcome }
     }
 
-    async fn make(
-        &self,
-        rollout: u64,
-        number: u64,
-        prompt: &Prompt,
-        minimum: Option<&Label>,
-    ) -> Result<Outcome> {
+    async fn make(&self, begun: &Begun) -> Result<Outcome> {
         let count = self.options.n_samples_per_prompt;
-        let drawn = (number * count..(number + 1) * count).map(|answer| async move {
+        let Begun { number, prompt, minimum, .. } = begun;
+        let drawn = answers_of(*number, count)?.map(|answer| async move {
             // A crash may have come between the samples of a group that were appended together.
-            if let Some(parts) = self.logged(rollout, number, answer) {
-                return Ok(Drawn { answer, parts, is_logged: true });
+            if let Some(parts) = self.logged(*number, answer) {
+                return Ok(Drawn { answer, parts, at: SystemTime::UNIX_EPOCH, is_logged: true });
             }
-            let turn = self.turn(answer, &self.options.sampling, minimum, false);
+            let turn = self.turn(answer, &self.options.sampling, minimum.as_ref(), false);
             let parts = self.task.generate(prompt, &turn).await?;
-            Ok::<_, Error>(Drawn { answer, parts, is_logged: false })
+            Ok::<_, Error>(Drawn { answer, parts, at: SystemTime::now(), is_logged: false })
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
         let task = &self.task;
@@ -85,38 +83,34 @@ impl Rollouts {
             return Ok(Outcome::Filtered(why));
         }
         let removed = task.filters.remove(&answers, &rewards).await?;
+        let raw = rewards.clone();
         let rewards = checked(&answers, task.filters.post_process(&answers, rewards).await?)?;
         let mut made = Vec::new();
-        for (index, (drawn, reward)) in drawn.into_iter().zip(rewards).enumerate() {
-            let Drawn { answer, mut parts, is_logged } = drawn;
+        for (index, (drawn, (reward, raw))) in drawn.into_iter().zip(rewards.into_iter().zip(raw)).enumerate()
+        {
+            let Drawn { answer, mut parts, at, is_logged } = drawn;
             if is_logged {
                 continue;
             }
             if removed.get(index) == Some(&true) {
                 parts.iter_mut().for_each(|part| part.loss_mask.fill(0));
             }
-            made.push(Made { answer, parts, reward });
+            made.push(Made { answer, parts, reward, raw_reward: (raw != reward).then_some(raw), at });
         }
         Ok(Outcome::Kept(made))
     }
 
     /// The parts of an answer that is in the log, as far as rewards are told of them.
-    fn logged(&self, rollout: u64, group: u64, answer: u64) -> Option<Vec<Trajectory>> {
-        let reader = self.log.reader();
-        let part = |part| {
-            let record = reader.sample(sample_id(answer, part)).ok().flatten();
-            record
-                .filter(|record| record.scalars().group_id == group && record.scalars().rollout_id == rollout)
-        };
-        let first = part(0)?;
-        let kept = Kept::of(&first);
-        let others = (1..kept.parts()).map(part).collect::<Option<Vec<_>>>()?;
-        let said = |record: Record| Trajectory {
+    fn logged(&self, group: u64, answer: u64) -> Option<Vec<Trajectory>> {
+        let said = |record: &Record| Trajectory {
             finish: record.finish(),
             ..Trajectory::new(record.tokens().to_vec(), record.prompt_len().min(record.tokens().len()))
         };
-        let first = Trajectory { metadata: kept.metadata, ..said(first) };
-        Some(std::iter::once(first).chain(others.into_iter().map(said)).collect())
+        let records = parts(&self.log.reader(), group, answer)?;
+        let mut parts: Vec<Trajectory> = records.iter().map(said).collect();
+        let (first, record) = (parts.first_mut()?, records.first()?);
+        first.metadata = Kept::of(record).metadata;
+        Some(parts)
     }
 }
 

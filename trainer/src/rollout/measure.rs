@@ -71,8 +71,10 @@ impl Rollouts {
         let prompts = metrics.prompts.max(1) as f64;
         let samples = prompts * set.samples.max(1) as f64;
         metrics.reward /= samples;
-        metrics.pass = verdicts.then(|| solved as f64 / prompts);
-        metrics.pass_1 = verdicts.then(|| right as f64 / samples);
+        // Prompts that fail are often the long ones: a share of the others would rise with them.
+        let all = set.prompts.max(1) as f64;
+        metrics.pass = verdicts.then(|| solved as f64 / all);
+        metrics.pass_1 = verdicts.then(|| right as f64 / (all * set.samples.max(1) as f64));
         metrics.response_length = tokens as f64 / samples;
         metrics.truncated = truncated as f64 / samples;
         Ok(metrics)

@@ -1,36 +1,44 @@
-//! Rollouts: the groups that a step learns from, generated, rewarded and logged.
+//! Rollouts: groups that are generated, rewarded and logged, and from which steps learn.
 //!
-//! The log alone says how far a run has come. A prompt that is taken is logged as in flight, with its
-//! rollout, before an engine is asked. The samples of its group follow together with the record that it is
-//! done. A run that was interrupted goes on with the prompts in flight, then takes the next ones.
+//! A group is generated for the log, and no step is named. Its prompt is logged as in flight before an engine is asked.
+//! Its samples follow together with the record that it is done. [`Queue`] says which groups are generated when, and
+//! which a step takes. A run that was interrupted goes on with the prompts in flight, then takes the next ones.
 
 mod group;
 mod measure;
 mod parts;
+mod queue;
 mod record;
 
+pub use crate::schedule::Policy;
 pub use measure::EvalSet;
-pub(crate) use parts::groups;
+pub(crate) use parts::{group, raw_reward};
+pub use queue::{Dropped, Queue, Since};
 pub use record::PromptNote;
+pub(crate) use record::leave_out;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Instant;
 
 use derive_setters::Setters;
 use driftless_bridge::{Label, Rid, SamplingParams};
-use driftless_buffer::{self as buffer, PromptState};
+use driftless_buffer as buffer;
 use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
-use crate::sample::{Engines, Prompt, Turn};
+use crate::sample::{Engines, Prompt, Turn, answers_of};
+use crate::schedule::Seen;
 use crate::seed::first_bits;
 use crate::tasks::Task;
 use group::{Group, Outcome};
+use queue::Order;
 
-/// Groups of a rollout that may fail, beyond a quarter of it.
+/// Groups that may fail for one step, beyond a quarter of those that were tried.
 const FAILED_MAX: u64 = 8;
-/// Groups that the filter may leave out, for each that is wanted.
+/// Groups that the filter may leave out, for each that a step wants, while it keeps none.
 const FILTERED_MAX: u64 = 16;
+/// Groups in a row that no engine could generate.
+const RETURNED_MAX: u32 = 3;
 
 /// Takes the rollout, its samples in the log and its samples in all; called from several threads.
 pub type Progress = Arc<dyn Fn(u64, u64, u64) + Send + Sync>;
@@ -72,15 +80,6 @@ impl RolloutOptions {
     }
 }
 
-/// What became of a rollout's groups, besides those in the log.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Dropped {
-    /// Groups with a sample that was not generated or got no reward.
-    pub failed: u64,
-    /// Groups that the task's filter left out.
-    pub filtered: u64,
-}
-
 /// Everything a rollout is made from.
 pub struct Rollouts {
     /// The engines.
@@ -91,128 +90,136 @@ pub struct Rollouts {
     pub log: buffer::Log,
     /// Called with the progress.
     pub progress: Progress,
+    /// Which groups are generated when.
+    pub queue: Arc<Queue>,
     /// Settings.
     pub options: RolloutOptions,
 }
 
 impl Rollouts {
-    /// Completes `rollout` in the log. On return all its samples are durable.
+    /// Generates groups as the queue says, until it is dropped. What it tells the queue of is durable.
     ///
-    /// No engine whose weights are older than `minimum` is asked; without one, any engine is. A group with a
-    /// sample that fails is left out, and so is one that the task does not keep: the next prompt takes its
-    /// place.
+    /// A group with a sample that fails is left out, and so is one that the task does not keep: the next prompt takes
+    /// its place. A group that no engine could generate is tried again.
     ///
     /// # Errors
     /// [`Error::Unlearnable`] when too many groups are left out, [`Error::OtherPrompt`] when the prompts have
-    /// changed, and what the log says.
-    pub async fn generate(self: Arc<Self>, rollout: u64, minimum: Option<Label>) -> Result<Dropped> {
-        let wanted = self.options.rollout_batch_size;
-        let samples = self.options.n_samples_per_prompt as usize;
-        let complete = self.groups(rollout);
-        let complete: BTreeSet<u64> = complete.iter().map(|group| group.group_id).collect();
-        let mut kept = complete.len() as u64;
+    /// changed, [`Error::Bridge`] while no engine generates, and what the log says.
+    pub async fn run(self: Arc<Self>) -> Result<()> {
         let mut running = JoinSet::new();
-        let mut dropped = Dropped::default();
-        let in_flight = self.in_flight(rollout).await?.into_iter();
-        let (done, unfinished): (Vec<_>, Vec<_>) =
-            in_flight.partition(|(number, _)| complete.contains(number));
-        // A crash came between the last sample of these and the record that they are done.
-        let done = done.into_iter().map(|(number, prompt)| Group {
-            number,
-            prompt,
-            outcome: Outcome::Kept(Vec::new()),
-        });
-        tokio::task::block_in_place(|| self.append(rollout, &done.collect::<Vec<_>>()))?;
-        for (number, prompt) in unfinished.into_iter().take(wanted.saturating_sub(kept) as usize) {
-            running.spawn(self.clone().group(rollout, number, prompt, minimum.clone()));
-        }
+        let mut returned = 0;
         loop {
-            let missing = wanted.saturating_sub(kept + running.len() as u64);
-            for (number, prompt) in self.assign(rollout, missing).await? {
-                running.spawn(self.clone().group(rollout, number, prompt, minimum.clone()));
+            let (whole, begun) = self.begin(self.queue.start(Instant::now())).await?;
+            for begun in begun {
+                running.spawn(self.clone().group(begun));
             }
-            let Some(first) = running.join_next().await else { return Ok(dropped) };
+            let mut arrived = whole;
+            if arrived.is_empty() {
+                tokio::select! {
+                    Some(first) = running.join_next() => arrived.push(finished(first)?),
+                    () = self.queue.changed() => continue,
+                }
+            }
             // What has arrived meanwhile shares the sync.
-            let mut arrived = vec![finished(first)?];
             while let Some(next) = running.try_join_next() {
                 arrived.push(finished(next)?);
             }
-            tokio::task::block_in_place(|| self.append(rollout, &arrived))?;
-            for group in &arrived {
-                let last = match &group.outcome {
-                    Outcome::Kept(_) => {
-                        kept += 1;
-                        continue;
-                    }
-                    Outcome::Failed(error) => {
-                        dropped.failed += 1;
-                        error.clone()
-                    }
-                    Outcome::Filtered(why) => {
-                        dropped.filtered += 1;
-                        why.clone()
-                    }
-                };
-                tracing::warn!(rollout, prompt = %group.prompt.place, "group left out: {last}");
-                self.check(rollout, kept, dropped, last)?;
+            tokio::task::block_in_place(|| self.append(&arrived))?;
+            for group in arrived {
+                returned = self.end(group, returned)?;
             }
-            (self.progress)(rollout, kept * samples as u64, wanted * samples as u64);
         }
     }
 
-    /// The groups of a rollout that are whole in the log, with all samples of their answers.
-    #[must_use]
-    pub fn groups(&self, rollout: u64) -> Vec<driftless_buffer::Group> {
-        groups(&self.log.reader(), rollout, self.options.n_samples_per_prompt as usize)
+    /// Tells of a group that is no longer worked on. Returns how many in a row no engine could generate.
+    fn end(&self, group: Group, returned: u32) -> Result<u32> {
+        let Group { begun, outcome } = group;
+        let (number, prompt) = (begun.number, begun.prompt.place);
+        let mut dropped = Dropped::default();
+        let last = match outcome {
+            Outcome::Kept(_) => {
+                self.queue.end(Seen::Accepted(number), dropped, Instant::now());
+                self.tell_progress();
+                return Ok(0);
+            }
+            Outcome::Returned(error) if returned + 1 >= RETURNED_MAX => return Err(error),
+            Outcome::Returned(error) => {
+                tracing::warn!(%prompt, %error, "group is tried again");
+                self.queue.end(Seen::Returned(number), dropped, Instant::now());
+                return Ok(returned + 1);
+            }
+            Outcome::Failed(error) => {
+                dropped.failed = 1;
+                error
+            }
+            Outcome::Filtered(why) => {
+                dropped.filtered = 1;
+                why
+            }
+        };
+        tracing::warn!(%prompt, "group left out: {last}");
+        let since = self.queue.end(Seen::LeftOut(number), dropped, Instant::now());
+        self.check(since, last)?;
+        Ok(0)
     }
 
-    /// Ends a rollout that loses more groups than chance explains.
-    fn check(&self, rollout: u64, kept: u64, dropped: Dropped, last: String) -> Result<()> {
-        let Dropped { failed, filtered } = dropped;
+    fn tell_progress(&self) {
+        let RolloutOptions { n_samples_per_prompt: samples, rollout_batch_size: batch, .. } = self.options;
+        (self.progress)(self.queue.next_step(), self.queue.finished() * samples, batch * samples);
+    }
+
+    /// The group of this number, if it is whole in the log, with all samples of its answers.
+    #[must_use]
+    pub fn logged_group(&self, number: u64) -> Option<buffer::Group> {
+        parts::group(&self.log.reader(), number, self.options.n_samples_per_prompt)
+    }
+
+    /// Ends a run that loses more groups than chance explains.
+    fn check(&self, since: Since, last: String) -> Result<()> {
+        let Since { kept, dropped: Dropped { failed, filtered, .. }, .. } = since;
         let wanted = self.options.rollout_batch_size;
-        if failed <= wanted / 4 + FAILED_MAX && filtered <= wanted.saturating_mul(FILTERED_MAX) {
+        let tried = kept + failed + filtered;
+        if failed <= tried / 4 + FAILED_MAX && (kept > 0 || filtered <= wanted.saturating_mul(FILTERED_MAX)) {
             return Ok(());
         }
-        Err(Error::Unlearnable { rollout, failed, filtered, kept, last })
+        Err(Error::Unlearnable { rollout: self.queue.next_step(), failed, filtered, kept, last })
     }
 
-    /// The prompts that a crash left in flight for `rollout`. Prompts that have changed are refused.
-    async fn in_flight(&self, rollout: u64) -> Result<BTreeMap<u64, Prompt>> {
-        let mut prompts = BTreeMap::new();
-        for record in self.log.reader().prompts(PromptState::InFlight) {
-            let number = record.scalars().sample_id;
-            if record.scalars().rollout_id != rollout {
-                continue;
-            }
-            let prompt = self.task.source.prompt(number).await?;
-            if prompt.tokens != record.tokens() {
-                return Err(Error::OtherPrompt { number, source_now: prompt.place.to_string() });
-            }
-            prompts.insert(number, prompt);
-        }
-        Ok(prompts)
-    }
-
-    /// Takes the next prompts for `rollout` and makes that durable.
-    async fn assign(&self, rollout: u64, count: u64) -> Result<Vec<(u64, Prompt)>> {
-        if count == 0 {
-            return Ok(Vec::new());
-        }
-        let next = self.log.reader().next_prompt();
-        let numbers = next..next.saturating_add(count);
-        let prompts =
-            numbers.map(async |number| Ok::<_, Error>((number, self.task.source.prompt(number).await?)));
+    /// Gets the prompts of these groups, and makes durable that new ones are in flight. Groups that a crash left
+    /// whole without the record that they are done come first. Prompts that have changed are refused.
+    async fn begin(&self, orders: Vec<Order>) -> Result<(Vec<Group>, Vec<Begun>)> {
+        let prompts = orders.into_iter().map(async |Order { start, minimum }| {
+            answers_of(start.group, self.options.n_samples_per_prompt)?;
+            let prompt = self.task.source.prompt(start.group).await?;
+            Ok::<_, Error>((start.is_new, Begun { number: start.group, seat: start.seat, prompt, minimum }))
+        });
         let prompts = futures_util::future::try_join_all(prompts).await?;
-        let note = |(_, prompt): &(u64, Prompt)| PromptNote::in_flight(prompt).bytes();
-        let notes: Vec<_> = prompts.iter().map(note).collect();
-        let records = prompts.iter().zip(&notes);
-        let records: Vec<_> = records
-            .map(|((number, prompt), note)| {
-                record::prompt(*number, rollout, PromptState::InFlight, &prompt.tokens, note)
-            })
-            .collect();
-        tokio::task::block_in_place(|| self.log.append_all(&records))?;
-        Ok(prompts)
+        let (fresh, known): (Vec<_>, Vec<_>) = prompts.into_iter().partition(|(is_new, _)| *is_new);
+        let fresh: Vec<Begun> = fresh.into_iter().map(|(_, begun)| begun).collect();
+        if !fresh.is_empty() {
+            tokio::task::block_in_place(|| self.append_begun(&fresh))?;
+        }
+        let (mut whole, mut begun) = (Vec::new(), Vec::new());
+        for (_, known) in known {
+            self.check_prompt(&known)?;
+            match self.logged_group(known.number) {
+                Some(_) => whole.push(Group { begun: known, outcome: Outcome::Kept(Vec::new()) }),
+                None => begun.push(known),
+            }
+        }
+        begun.extend(fresh);
+        Ok((whole, begun))
+    }
+
+    /// Refuses a prompt that is another than when it was taken.
+    fn check_prompt(&self, begun: &Begun) -> Result<()> {
+        match self.log.reader().prompt(begun.number)? {
+            Some(record) if record.tokens() != begun.prompt.tokens => {
+                let source_now = begun.prompt.place.to_string();
+                Err(Error::OtherPrompt { number: begun.number, source_now })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// How one sample is to be generated.
@@ -235,6 +242,14 @@ impl Rollouts {
             evaluation,
         }
     }
+}
+
+/// A group under way.
+pub(crate) struct Begun {
+    number: u64,
+    seat: u64,
+    prompt: Prompt,
+    minimum: Option<Label>,
 }
 
 /// The result of a task; a panic in it goes on here.

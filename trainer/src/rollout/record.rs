@@ -1,13 +1,14 @@
 //! Samples and prompts as records of the log.
 
-use driftless_buffer::{Kind, PromptState, Record, Sample, Scalars};
+use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::Rollouts;
 use super::group::{Group, Made, Outcome};
 use super::parts::Kept;
+use super::{Begun, Rollouts};
 use crate::error::{Place, Result};
+use crate::metrics::unix_us;
 use crate::sample::{Prompt, Trajectory, sample_id};
 
 /// A longer label is left out of the log.
@@ -41,13 +42,13 @@ impl PromptNote {
     }
 
     fn done(group: &Group) -> Self {
-        let label = group.prompt.label.clone().filter(|label| label.get().len() <= LABEL_BYTES_MAX);
+        let label = group.begun.prompt.label.clone().filter(|label| label.get().len() <= LABEL_BYTES_MAX);
         let dropped = match &group.outcome {
-            Outcome::Kept(_) => None,
+            Outcome::Kept(_) | Outcome::Returned(_) => None,
             Outcome::Failed(error) => Some(error.clone()),
             Outcome::Filtered(why) => Some(format!("filtered: {why}")),
         };
-        PromptNote { label, dropped, ..PromptNote::in_flight(&group.prompt) }
+        PromptNote { label, dropped, ..PromptNote::in_flight(&group.begun.prompt) }
     }
 
     pub(super) fn bytes(&self) -> Vec<u8> {
@@ -79,10 +80,16 @@ pub(super) fn prompt<'a>(
     }
 }
 
-/// What is kept beside the first part of an answer.
-fn kept(made: &Made) -> Vec<u8> {
+/// What is kept beside the parts of an answer.
+struct Beside {
+    first: Vec<u8>,
+    others: Vec<u8>,
+}
+
+fn beside(made: &Made) -> Beside {
     let metadata = made.parts.iter().rev().find_map(|part| part.metadata.as_deref());
-    Kept::bytes(made.parts.len(), metadata)
+    let first = Kept::first(made.parts.len(), metadata, made.raw_reward);
+    Beside { first: first.bytes(), others: Kept::other(made.raw_reward).bytes() }
 }
 
 fn sample<'a>(scalars: Scalars, trajectory: &'a Trajectory, metadata: &'a [u8]) -> Sample<'a> {
@@ -99,36 +106,61 @@ fn sample<'a>(scalars: Scalars, trajectory: &'a Trajectory, metadata: &'a [u8]) 
     }
 }
 
+/// Makes durable that no step learns from a group that is done, for this reason.
+pub(crate) fn leave_out(log: &Log, number: u64, why: &str) -> Result<()> {
+    let Some(record) = log.reader().prompt(number)? else { return Ok(()) };
+    let note = PromptNote { dropped: Some(why.to_owned()), ..PromptNote::of(&record) }.bytes();
+    let seat = record.scalars().rollout_id;
+    log.append_all(&[prompt(number, seat, PromptState::Done, record.tokens(), &note)])?;
+    Ok(())
+}
+
 impl Rollouts {
-    /// Makes groups durable together: their samples, then that their prompts are done.
-    pub(super) fn append(&self, rollout: u64, groups: &[Group]) -> Result<()> {
-        let notes: Vec<_> = groups.iter().map(|group| PromptNote::done(group).bytes()).collect();
-        let kept: Vec<Vec<Vec<u8>>> = groups
+    /// Makes durable that groups are under way.
+    pub(super) fn append_begun(&self, begun: &[Begun]) -> Result<()> {
+        let notes: Vec<_> = begun.iter().map(|begun| PromptNote::in_flight(&begun.prompt).bytes()).collect();
+        let records = begun.iter().zip(&notes).map(|(begun, note)| {
+            prompt(begun.number, begun.seat, PromptState::InFlight, &begun.prompt.tokens, note)
+        });
+        let records: Vec<_> = records.collect();
+        self.log.append_all(&records)?;
+        Ok(())
+    }
+
+    /// Makes groups durable together: their samples, then that their prompts are done. Those that are tried again are
+    /// in flight as they were.
+    pub(super) fn append(&self, groups: &[Group]) -> Result<()> {
+        let ended = groups.iter().filter(|group| !matches!(group.outcome, Outcome::Returned(_)));
+        let ended: Vec<&Group> = ended.collect();
+        let notes: Vec<_> = ended.iter().map(|group| PromptNote::done(group).bytes()).collect();
+        let kept: Vec<Vec<Beside>> = ended
             .iter()
             .map(|group| match &group.outcome {
-                Outcome::Kept(made) => made.iter().map(kept).collect(),
+                Outcome::Kept(made) => made.iter().map(beside).collect(),
                 _ => Vec::new(),
             })
             .collect();
         let mut records = Vec::new();
-        for ((group, note), kept) in groups.iter().zip(&notes).zip(&kept) {
+        for ((group, note), kept) in ended.iter().zip(&notes).zip(&kept) {
+            let Begun { number, seat, prompt: taken, .. } = &group.begun;
             if let Outcome::Kept(made) = &group.outcome {
                 for (made, kept) in made.iter().zip(kept) {
                     let scalars = Scalars {
-                        group_id: group.number,
-                        rollout_id: rollout,
+                        group_id: *number,
+                        rollout_id: *seat,
                         reward: made.reward,
+                        clock_us: unix_us(made.at),
                         ..Scalars::default()
                     };
                     // The first part comes last: where it is, all are.
                     records.extend(made.parts.iter().enumerate().rev().map(|(part, trajectory)| {
-                        let kept = if part == 0 { kept.as_slice() } else { &[] };
+                        let kept = if part == 0 { &kept.first } else { &kept.others };
                         let scalars = Scalars { sample_id: sample_id(made.answer, part), ..scalars };
                         sample(scalars, trajectory, kept)
                     }));
                 }
             }
-            records.push(prompt(group.number, rollout, PromptState::Done, &group.prompt.tokens, note));
+            records.push(prompt(*number, *seat, PromptState::Done, &taken.tokens, note));
         }
         if !records.is_empty() {
             self.log.append_all(&records)?;

@@ -11,7 +11,7 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::error::{Error, Place, Result, short};
+use crate::error::{Error, Place, Result, input, short};
 
 /// A prompt of a task.
 #[derive(Debug, Clone)]
@@ -93,6 +93,20 @@ pub fn answer_of(sample_id: u64) -> u64 {
 /// Id of a part of an answer; that of the first is the answer's number.
 pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
     answer | (part as u64) << ANSWER_BITS
+}
+
+/// The answers of a group of `count`.
+///
+/// # Errors
+/// [`Error::Input`] for numbers that an id has no room for.
+pub(crate) fn answers_of(group: u64, count: u64) -> Result<std::ops::Range<u64>> {
+    let end = group.checked_add(1).and_then(|next| next.checked_mul(count));
+    let end = end.filter(|end| *end <= 1 << ANSWER_BITS);
+    let end = end.ok_or_else(|| {
+        let expected = format!("at most {} answers in a run", 1_u64 << ANSWER_BITS);
+        input("n_samples_per_prompt", expected, format_args!("{count} for each of {group} prompts"))
+    })?;
+    Ok(end - count..end)
 }
 
 /// Which part of its answer a sample is.

@@ -4,14 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use driftless_buffer::{Group, Record};
 
+use super::take::Ages;
 use crate::advantage;
 use crate::learner::{Batch, Sample};
 use crate::metrics::{self, StepMetrics};
 use crate::options::{Estimator, LearnOptions};
+use crate::rollout::raw_reward;
 
-/// The samples of a rollout with their advantages. Token ids, log-probs and masks are read where they lie in
+/// The samples of a rollout with their advantages, without the tokens that are too old. Token ids, log-probs and masks are read where they lie in
 /// the log's map.
-pub(super) fn batch<'a>(rollout_id: u64, groups: &'a [Group], options: &LearnOptions) -> Batch<'a> {
+pub(super) fn batch<'a>(
+    rollout_id: u64,
+    groups: &'a [Group],
+    ages: &Ages,
+    options: &LearnOptions,
+) -> Batch<'a> {
     let mut records: Vec<&Record> = groups.iter().flat_map(|group| &group.records).collect();
     if options.advantage_estimator == Estimator::RejectionSampling {
         let (rewards, groups, rollouts) = columns(&records);
@@ -19,12 +26,15 @@ pub(super) fn batch<'a>(rollout_id: u64, groups: &'a [Group], options: &LearnOpt
         records.retain(|_| best.next().unwrap_or_default());
     }
     let (rewards, groups, rollouts) = columns(&records);
-    let mut samples: Vec<Sample<'_>> = records.iter().map(|record| Sample::of(record, 0.0)).collect();
+    let sample = |record: &&'a Record| Sample { stale: ages.stale(record), ..Sample::of(record, 0.0) };
+    let mut samples: Vec<Sample<'_>> = records.iter().map(sample).collect();
     let trained: Vec<usize> = samples.iter().map(Sample::trained).collect();
     let advantages = advantage::advantages(options, &rewards, &groups, &rollouts, &trained);
     for (sample, advantage) in samples.iter_mut().zip(advantages) {
         sample.advantage = advantage;
     }
+    // Nothing was said in them: their rewards count, and there is nothing to compute.
+    samples.retain(|sample| sample.response_len() > 0);
     Batch { rollout_id, samples }
 }
 
@@ -47,19 +57,27 @@ pub(super) fn versions(groups: &[Group]) -> BTreeSet<u64> {
     records(groups).flat_map(|record| record.spans().to_vec()).map(|span| span.version).collect()
 }
 
-/// Adds how old the weights were that generated a rollout. `ages` has, for a version, how many steps the weights that
-/// are trained are ahead of it; tokens of other versions do not count.
-pub(super) fn add_staleness(step: &mut StepMetrics, groups: &[Group], ages: &BTreeMap<u64, u64>) {
+/// Adds how old the weights were that generated a rollout, and how many of its tokens are too old to be trained on.
+/// Tokens of a version whose step is unknown have no age.
+pub(super) fn add_staleness(step: &mut StepMetrics, groups: &[Group], ages: &Ages) {
     let (mut sum, mut all) = (0, 0);
-    for span in records(groups).flat_map(|record| record.spans().to_vec()) {
-        let Some(&age) = ages.get(&span.version) else { continue };
-        let tokens = u64::from(span.end.saturating_sub(span.start));
-        sum += age * tokens;
-        all += tokens;
-        let place = usize::try_from(age).unwrap_or(usize::MAX).min(STALENESS_MAX);
-        step.staleness.resize(step.staleness.len().max(place + 1), 0);
-        step.staleness[place] += tokens;
-        step.staleness_max = step.staleness_max.max(age);
+    for record in records(groups) {
+        let stale = ages.stale(record);
+        step.tokens_too_old += stale as u64;
+        for span in record.spans() {
+            let Some(&age) = ages.steps.get(&span.version) else { continue };
+            let start = (span.start as usize).max(stale);
+            let tokens = (span.end as usize).saturating_sub(start) as u64;
+            if tokens == 0 {
+                continue;
+            }
+            sum += age * tokens;
+            all += tokens;
+            let place = usize::try_from(age).unwrap_or(usize::MAX).min(STALENESS_MAX);
+            step.staleness.resize(step.staleness.len().max(place + 1), 0);
+            step.staleness[place] += tokens;
+            step.staleness_max = step.staleness_max.max(age);
+        }
     }
     step.staleness_mean = sum as f64 / all.max(1) as f64;
 }
@@ -71,7 +89,7 @@ pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String
     let mean = |of: fn(&Record) -> f64| records(groups).map(of).sum::<f64>() / count;
     let shared = |passes: fn(&Group) -> bool| groups.iter().filter(|group| passes(group)).count();
     let solved = shared(|group| group.records.iter().any(|record| reward(record) >= 1.0));
-    let verdicts = records(groups).all(|record| metrics::is_verdict(record.scalars().reward));
+    let verdicts = records(groups).all(|record| metrics::is_verdict(raw_reward(record)));
     let level = shared(|group| group.records.windows(2).all(|pair| reward(&pair[0]) == reward(&pair[1])));
     StepMetrics {
         reward: mean(reward),
@@ -90,8 +108,9 @@ fn records(groups: &[Group]) -> impl Iterator<Item = &Record> {
     groups.iter().flat_map(|group| &group.records)
 }
 
+/// As it was given: a hook that makes it a z-score would tell nothing of the policy.
 fn reward(record: &Record) -> f64 {
-    f64::from(record.scalars().reward)
+    f64::from(raw_reward(record))
 }
 
 /// Mean reward of each file, where there are several.
@@ -130,7 +149,7 @@ mod tests {
             log.append(&sample).unwrap().wait().unwrap();
         }
         let groups = log.reader().groups(3, parts as usize + 1);
-        let batch = batch(3, &groups, options);
+        let batch = batch(3, &groups, &Ages::default(), options);
         let mut found: Vec<_> =
             batch.samples.iter().map(|sample| (sample.answer, sample.trained(), sample.advantage)).collect();
         found.sort_by_key(|&(rollout, ..)| rollout);
@@ -188,17 +207,63 @@ mod tests {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
         let mut step = StepMetrics::default();
         assert_eq!(versions(&groups), [3, 4].into());
-        add_staleness(&mut step, &groups, &[(3, 3), (4, 2)].into());
+        add_staleness(&mut step, &groups, &ages(&[(3, 3), (4, 2)], None));
         assert_eq!(step.staleness, [0, 0, 2, 2]);
         assert_eq!((step.staleness_mean, step.staleness_max), (2.5, 3));
+    }
+
+    fn ages(steps: &[(u64, u64)], max: Option<u64>) -> Ages {
+        Ages { steps: steps.iter().copied().collect(), max }
+    }
+
+    #[test]
+    fn tokens_that_are_too_old_are_neither_trained_on_nor_aged() {
+        let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
+        let trained = |ages: &Ages| {
+            let batch = batch(6, &groups, ages, &LearnOptions::default());
+            batch.samples.iter().map(|sample| (sample.stale, sample.trained())).collect::<Vec<_>>()
+        };
+        let bounded = |max| ages(&[(3, 3), (4, 2)], max);
+        assert_eq!(trained(&bounded(None)), [(0, 2); 2]);
+        assert_eq!(trained(&bounded(Some(3))), [(0, 2); 2]);
+        assert_eq!(trained(&bounded(Some(2))), [(1, 1); 2]);
+        assert_eq!(trained(&bounded(Some(1))), [(2, 0); 2]);
+        assert_eq!(trained(&ages(&[(4, 2)], Some(2))), [(1, 1); 2], "the step of version 3 is unknown");
+        let mut step = StepMetrics::default();
+        add_staleness(&mut step, &groups, &bounded(Some(2)));
+        assert_eq!((step.staleness, step.staleness_max, step.tokens_too_old), (vec![0, 0, 2], 2, 2));
     }
 
     #[test]
     fn tokens_of_an_unknown_version_have_no_staleness() {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
         let mut step = StepMetrics::default();
-        add_staleness(&mut step, &groups, &[(4, 2)].into());
+        add_staleness(&mut step, &groups, &ages(&[(4, 2)], None));
         assert_eq!((step.staleness, step.staleness_mean, step.staleness_max), (vec![0, 0, 2], 2.0, 2));
+    }
+
+    #[test]
+    fn answer_without_a_token_counts_and_is_not_computed() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path(), Options::new(identity)).unwrap();
+        for (sample_id, reward) in [(0, 1.0), (1, 0.0)] {
+            let length = 1 - sample_id as usize;
+            let sample = driftless_buffer::Sample {
+                scalars: Scalars { sample_id, reward, ..Scalars::default() },
+                prompt_len: 1,
+                tokens: &[1, 2][..1 + length],
+                log_probs: &[-1.0][..length],
+                loss_mask: &[1][..length],
+                ..driftless_buffer::Sample::default()
+            };
+            log.append(&sample).unwrap().wait().unwrap();
+        }
+        let options = LearnOptions { disable_grpo_std_normalization: true, ..LearnOptions::default() };
+        let groups = log.reader().groups(0, 2);
+        let batch = batch(0, &groups, &Ages::default(), &options);
+        assert_eq!(batch.samples.len(), 1);
+        assert_eq!((batch.samples[0].answer, batch.samples[0].advantage), (0, 0.5));
     }
 
     #[test]

@@ -5,26 +5,24 @@ mod learn;
 mod options;
 mod record;
 mod session;
+mod take;
 mod update;
 mod versions;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftless_bridge::Label;
-use driftless_buffer::Group;
-use driftless_transport::publish::{Mode, Step};
+use driftless_transport::publish::{self, Step};
 use driftless_transport::{Snapshot, Version};
-use tokio::task::{JoinError, JoinHandle};
+use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
 use crate::learner::{Learner, Stepped, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics, StepStats};
-use crate::options::{Debug, UpdateWeightMode};
-use crate::rollout::{Dropped, finished};
-use crate::schedule::ahead;
+use crate::options::{Debug, Mode, UpdateWeightMode};
 use session::Session;
+use take::Taken;
 use update::milliseconds;
 
 pub use options::TrainOptions;
@@ -149,16 +147,6 @@ pub fn train(options: &TrainOptions, learner: Box<dyn Learner>, observer: Observ
     }
 }
 
-/// A rollout that is being generated.
-struct InFlight {
-    rollout: u64,
-    /// What was left out, and when it was complete.
-    task: JoinHandle<(Result<Dropped>, Instant)>,
-    begin: Instant,
-    /// Time for which none was generated before.
-    waited: Duration,
-}
-
 impl Session<'_> {
     fn tell(&self, event: Event<'_>) {
         (self.observer)(event);
@@ -176,6 +164,7 @@ impl Session<'_> {
         self.tell(Event::Begin { step: self.step, of: self.options.num_rollout });
         self.complete_at = Instant::now();
         self.catch_up()?;
+        self.generate()?;
         if self.options.num_rollout == 0 && self.step > 0 {
             self.evaluate(self.step)?;
         }
@@ -205,18 +194,10 @@ impl Session<'_> {
         }
     }
 
-    /// One step, from its rollout to its publication.
-    fn turn(&mut self, rollout: u64) -> Result<()> {
-        let generated = match self.ahead.take_if(|ahead| ahead.rollout == rollout) {
-            Some(in_flight) => in_flight,
-            None => self.start(rollout)?,
-        };
-        let generated = self.finish(generated)?;
-        let next = ahead(self.options.mode, self.options.num_rollout, rollout);
-        if let (Some(next), None) = (next, &self.ahead) {
-            self.ahead = Some(self.start(next)?);
-        }
-        let mut step = self.learn(generated)?;
+    /// One step, from its groups to its publication.
+    fn turn(&mut self, step: u64) -> Result<()> {
+        let taken = self.take(step)?;
+        let mut step = self.learn(taken)?;
         let rate = |tokens: u64, ms: f64| if ms > 0.0 { 1e3 * tokens as f64 / ms } else { 0.0 };
         step.rollout_tokens_per_s = rate(step.response_tokens, step.generate_ms);
         step.train_tokens_per_s = rate(step.tokens, step.train_ms);
@@ -244,62 +225,35 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Begins to generate a rollout with the weights that are newest now, or newer ones.
-    fn start(&mut self, rollout: u64) -> Result<InFlight> {
-        self.note_begin(rollout);
-        let begin = Instant::now();
-        let waited = self.complete_since.map_or(Duration::ZERO, |complete| begin.duration_since(complete));
-        let task = match &self.rollouts {
-            Some(rollouts) => {
-                let generated = rollouts.clone().generate(rollout, self.label()?);
-                self.runtime.spawn(async move { (generated.await, Instant::now()) })
-            }
-            None => self.runtime.spawn(std::future::ready((Ok(Dropped::default()), begin))),
-        };
-        Ok(InFlight { rollout, task, begin, waited })
-    }
-
-    /// Waits until a rollout is in the log, and says what its generation was like.
-    fn finish(&mut self, in_flight: InFlight) -> Result<StepMetrics> {
-        let wait = Instant::now();
-        let (outcome, complete) = finished(self.ended(in_flight.task)?)?;
-        self.complete_since = self.rollouts.is_some().then_some(complete);
-        let Dropped { failed, filtered } = outcome?;
-        Ok(StepMetrics {
-            rollout_id: in_flight.rollout,
-            groups_failed: failed,
-            groups_filtered: filtered,
-            generate_ms: milliseconds(complete.duration_since(in_flight.begin)),
-            train_wait_ms: milliseconds(wait.elapsed()),
-            rollout_wait_ms: milliseconds(in_flight.waited),
-            ..StepMetrics::default()
-        })
-    }
-
-    /// Waits for a task; engines that come back meanwhile are brought to the newest version.
-    fn ended<T>(&mut self, mut task: JoinHandle<T>) -> Result<Result<T, JoinError>> {
-        let mut refused = BTreeSet::new();
-        loop {
-            let ended = self.runtime.block_on(async { tokio::time::timeout(LOOK_AFTER, &mut task).await });
-            match ended {
-                Ok(ended) => return Ok(ended),
-                Err(_) => self.bring_back(&mut refused)?,
-            }
+    /// Has groups generated beside what follows, unless that goes on already.
+    fn generate(&mut self) -> Result<()> {
+        self.publish_to_queue()?;
+        let ended = self.generation.as_ref().is_none_or(JoinHandle::is_finished);
+        if let (true, Some(rollouts)) = (ended, &self.rollouts) {
+            self.generation = Some(self.runtime.spawn(rollouts.clone().run()));
         }
+        Ok(())
     }
 
-    /// One optimiser step on a rollout from the log, which has been `generated`.
-    fn learn(&mut self, generated: StepMetrics) -> Result<StepMetrics> {
+    /// Lets groups be generated with the newest weights.
+    fn publish_to_queue(&mut self) -> Result<()> {
+        let label = self.label()?;
+        let newest = self.updates.as_mut().map_or(Ok(None), update::Updates::newest)?;
+        self.queue()?.published(newest.map_or(self.step, |(_, step)| step), label);
+        Ok(())
+    }
+
+    /// One optimiser step.
+    fn learn(&mut self, taken: Taken) -> Result<StepMetrics> {
+        let Taken { groups, ages, generated } = taken;
         let rollout = generated.rollout_id;
-        let groups = self.groups(rollout)?;
         let described = learn::describe(generated, &groups, &self.files(&groups)?);
         if self.options.debug == Debug::RolloutOnly {
             self.step = rollout + 1;
             return Ok(described);
         }
-        let ages = self.ages(rollout, &groups);
         let begin = Instant::now();
-        let batch = learn::batch(rollout, &groups, &self.options.learn);
+        let batch = learn::batch(rollout, &groups, &ages, &self.options.learn);
         let (stats, skipped) = match self.learner.step(&batch)? {
             Stepped::Done(stats) => (stats, false),
             Stepped::NotFinite(what) => {
@@ -313,21 +267,6 @@ impl Session<'_> {
         learn::add_staleness(&mut step, &groups, &ages);
         self.step = rollout + 1;
         Ok(step)
-    }
-
-    /// How many steps the weights that learn from a rollout are ahead of each version that generated it. Old versions
-    /// may be neither in the run's directory nor in the store any more; they are left out.
-    fn ages(&mut self, rollout: u64, groups: &[Group]) -> BTreeMap<u64, u64> {
-        let updates = &mut self.updates;
-        let age = |version| match updates.as_mut().map(|updates| updates.step_of(version)) {
-            None => Some((version, 0)),
-            Some(Ok(step)) => Some((version, rollout.saturating_sub(step))),
-            Some(Err(error)) => {
-                tracing::warn!(version, %error, "staleness is measured without a version whose step is unknown");
-                None
-            }
-        };
-        learn::versions(groups).into_iter().filter_map(age).collect()
     }
 
     /// Leaves out a step that was not finite, unless too many in a row were.
@@ -344,21 +283,39 @@ impl Session<'_> {
     /// Publishes if it is time, measures if it is time, and records the step.
     fn complete(&mut self, mut step: StepMetrics) -> Result<()> {
         let last = self.step == self.options.num_rollout;
-        if last || self.step.is_multiple_of(self.options.update_weights_interval) {
+        let is_active = self.queue()?.is_active();
+        let due = last || self.step.is_multiple_of(self.options.update_weights_interval);
+        // A step that is only done again needs no engine: the next one has its groups.
+        if due && !self.queue()?.has_taken(self.step) {
             let begin = Instant::now();
             step.publication = self.publish()?;
             // Without a rollout under way, an engine that stands still holds up nothing else.
             let pause_ms = step.publication.as_ref().and_then(|publication| publication.pause_ms);
-            let beside = pause_ms.filter(|_| self.ahead.is_some()).unwrap_or_default();
+            let beside = pause_ms.filter(|_| is_active).unwrap_or_default();
             step.weights_ms = milliseconds(begin.elapsed()) + beside;
+        }
+        let bounded = matches!(self.options.mode, Mode::Bounded { .. });
+        if bounded {
+            self.go_on()?;
         }
         let interval = self.options.eval_interval;
         if last || (interval > 0 && self.step.is_multiple_of(interval)) {
             step.eval = self.evaluate(self.step)?;
         }
+        if !bounded {
+            self.go_on()?;
+        }
+        step.completed_at_ms = metrics::unix_us(SystemTime::now()) / 1000;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
         self.tell(Event::Step(&step));
+        Ok(())
+    }
+
+    /// Lets groups be generated for the steps behind the one that is done.
+    fn go_on(&mut self) -> Result<()> {
+        self.publish_to_queue()?;
+        self.queue()?.trained(self.step);
         Ok(())
     }
 
@@ -415,8 +372,8 @@ impl Session<'_> {
 
     fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<PublicationMetrics> {
         let mode = match self.options.update_weight_mode {
-            UpdateWeightMode::Full => Mode::Full,
-            UpdateWeightMode::Delta => Mode::Delta,
+            UpdateWeightMode::Full => publish::Mode::Full,
+            UpdateWeightMode::Delta => publish::Mode::Delta,
         };
         let step =
             Step { trainer_step: self.step, checkpoint: Some(self.options.save.display().to_string()) };
@@ -430,8 +387,16 @@ impl Session<'_> {
         self.tell(Event::Waiting { what: "the held-out prompts", on: "" });
         let mut eval = EvalMetrics::default();
         for set in &self.options.eval {
-            let measured = self.block_on(rollouts.clone().measure(set, self.label()?))?;
-            eval.sets.insert(set.name.clone(), measured);
+            match self.block_on(rollouts.clone().measure(set, self.label()?)) {
+                Ok(measured) => {
+                    eval.sets.insert(set.name.clone(), measured);
+                }
+                // What cannot be measured at all is a mistake at the start, and bad luck later.
+                Err(error) if step > 0 => {
+                    tracing::warn!(set = set.name, %error, "none of its prompts was measured")
+                }
+                Err(error) => return Err(error),
+            }
         }
         self.tell(Event::Evaluated { step, eval: &eval });
         Ok(Some(eval))

@@ -12,6 +12,7 @@ use driftless_store::Store;
 use driftless_transport::publish::Notify;
 use driftless_transport::sign::{SignKey, TrustKey};
 
+use crate::error::{Result, input};
 use crate::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
 use crate::push::Pushes;
 use crate::rollout::EvalSet;
@@ -48,7 +49,7 @@ pub struct TrainOptions {
     pub keys: Keys,
     /// How the loop brings versions into the engines by itself; followers do, if `None`.
     pub push: Option<Pushes>,
-    /// Synchronous or one step off.
+    /// How generation and training overlap.
     pub mode: Mode,
     /// What to leave out, for debugging.
     pub debug: Debug,
@@ -186,6 +187,18 @@ impl TrainOptions {
         Some(dir.replace(ROLLOUT_ID, &step.to_string()).into())
     }
 
+    /// Refuses settings that do not go together.
+    pub(super) fn check(&self) -> Result<()> {
+        let Mode::Bounded { max_staleness } = self.mode else { return Ok(()) };
+        // Weights that are published less often are always too old for some steps.
+        if self.update_weights_interval > max_staleness.saturating_add(1) {
+            let expected =
+                format!("at most {}, one more than `max_staleness`", max_staleness.saturating_add(1));
+            return Err(input("update_weights_interval", expected, self.update_weights_interval));
+        }
+        Ok(())
+    }
+
     /// What samples and steps depend on, by name.
     pub(super) fn settings(&self) -> BTreeMap<String, String> {
         let sampling = &self.sampling;
@@ -198,6 +211,7 @@ impl TrainOptions {
             ("rollout_max_response_len", sampling.max_new_tokens.to_string()),
             ("rollout_stop", format!("{:?}", sampling.stop)),
             ("rollout_stop_token_ids", format!("{:?}", sampling.stop_token_ids)),
+            ("max_staleness", self.mode.max_staleness().to_string()),
             ("update_weights_interval", self.update_weights_interval.to_string()),
         ]
         .map(|(name, value)| (name.to_owned(), value))

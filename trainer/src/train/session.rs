@@ -1,6 +1,5 @@
 //! What a run of the loop holds while it runs, and how it is opened or taken up again.
 
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,7 +8,7 @@ use std::time::{Duration, Instant};
 use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of};
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{Expected, Fleet};
-use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Retention};
+use driftless_buffer::{self as buffer, Identity, Log, Record, Retention};
 use driftless_store::Store;
 use driftless_store::os::regular;
 use driftless_transport::activate::How;
@@ -21,13 +20,14 @@ use tokio::task::JoinHandle;
 use super::record::{Data, RunRecord};
 use super::update::{self, Updates};
 use super::versions::Versions;
-use super::{Event, InFlight, Observer, TrainOptions, options};
+use super::{Event, Observer, TrainOptions, options};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
+use crate::ledger::Ledger;
 use crate::metrics::{self, MetricsFile, StepMetrics};
 use crate::options::Debug;
 use crate::push::Pusher;
-use crate::rollout::{self, PromptNote, RolloutOptions, Rollouts};
+use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts};
 use crate::seed::first_bits;
 
 /// The file of what each step did.
@@ -60,20 +60,19 @@ pub(super) struct Session<'o> {
     fleet: Option<Arc<Fleet>>,
     /// Absent before [`Session::attach`], and when there are no engines.
     pub(super) rollouts: Option<Arc<Rollouts>>,
-    log: Log,
+    /// Generates what the queue says; absent before the first step, and when there are no engines.
+    pub(super) generation: Option<JoinHandle<Result<()>>>,
+    /// The groups of the log; absent before [`Session::load`].
+    queue: Option<Arc<Queue>>,
+    pub(super) ledger: Ledger,
+    pub(super) log: Log,
     pub(super) metrics: MetricsFile,
     /// Optimiser steps done.
     pub(super) step: u64,
     /// Those of the newest training checkpoint.
     pub(super) saved: u64,
-    /// Where the records of rollouts begin that were begun by this process.
-    begins: BTreeMap<u64, Position>,
-    /// When the newest rollout was complete, if this process has generated it.
-    pub(super) complete_since: Option<Instant>,
     /// When the step before was complete, or the loop began.
     pub(super) complete_at: Instant,
-    /// The rollout after the one that is trained on.
-    pub(super) ahead: Option<InFlight>,
     /// The last step of an interrupted run, saved but perhaps not published or recorded.
     pub(super) unfinished: Option<StepMetrics>,
     /// The removal of old versions that was begun last.
@@ -91,6 +90,7 @@ impl<'o> Session<'o> {
         // Before anything is claimed, sent or written: tokens of another task would be trained on to no
         // effect.
         options.task.source.check(&options.hf_checkpoint)?;
+        options.check()?;
         let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
         if options.debug != Debug::TrainOnly {
             runtime.block_on(options.task.ready())?;
@@ -120,13 +120,13 @@ impl<'o> Session<'o> {
             pusher,
             fleet: None,
             rollouts: None,
+            generation: None,
+            queue: None,
+            ledger: Ledger::open(&options.save)?,
             log,
             step: 0,
             saved: 0,
-            begins: BTreeMap::new(),
-            complete_since: None,
             complete_at: Instant::now(),
-            ahead: None,
             unfinished: None,
             collection: None,
         };
@@ -181,8 +181,25 @@ impl<'o> Session<'o> {
                 updates.encode_on(codec);
             }
         }
+        match &self.queue {
+            Some(queue) => queue.trained(self.step),
+            None => self.queue = Some(Arc::new(self.open_queue())),
+        }
         self.loaded = true;
         Ok(())
+    }
+
+    /// The groups that the log has.
+    fn open_queue(&self) -> Queue {
+        let options = self.options;
+        let policy =
+            Policy { mode: options.mode, batch: options.rollout_batch_size, steps: options.num_rollout };
+        let taken = self.ledger.steps().clone();
+        Queue::open(policy, &self.log.reader(), options.n_samples_per_prompt, self.step, taken)
+    }
+
+    pub(super) fn queue(&self) -> Result<&Arc<Queue>> {
+        self.queue.as_ref().ok_or(Error::Bug { what: "the log is not looked through" })
     }
 
     /// Refuses the checkpoint of a run that this one cannot go on with.
@@ -272,6 +289,7 @@ impl<'o> Session<'o> {
                 vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
             },
             log: self.log.clone(),
+            queue: self.queue()?.clone(),
         }));
         Ok(())
     }
@@ -304,27 +322,6 @@ impl<'o> Session<'o> {
         self.updates.as_mut().ok_or(Error::Bug { what: "a run for debugging publishes" })
     }
 
-    /// The groups of a rollout, which has to be complete in the log.
-    pub(super) fn groups(&self, rollout: u64) -> Result<Vec<Group>> {
-        let groups = rollout::groups(&self.log.reader(), rollout, self.options.n_samples_per_prompt as usize);
-        let (expected, found) = (self.options.rollout_batch_size, groups.len() as u64);
-        if found == expected {
-            Ok(groups)
-        } else {
-            Err(Error::IncompleteRollout { rollout, expected, found })
-        }
-    }
-
-    /// What the prompt of each group is from: a file, or what made it up.
-    pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
-        let log = self.log.reader();
-        let file = |group: &Group| {
-            let source = log.prompt(group.group_id)?.and_then(|prompt| PromptNote::of(&prompt).source);
-            Ok(source.map_or_else(String::new, |place| place.path.display().to_string()))
-        };
-        groups.iter().map(file).collect()
-    }
-
     /// Makes the step durable.
     pub(super) fn save(&mut self, step: &StepMetrics) -> Result<()> {
         let last = self.step == self.options.num_rollout;
@@ -343,24 +340,21 @@ impl<'o> Session<'o> {
         self.trim()
     }
 
-    /// Remembers where the records of a rollout begin, if it has none yet.
-    pub(super) fn note_begin(&mut self, rollout: u64) {
-        let log = self.log.reader();
-        let in_flight = log.prompts(PromptState::InFlight);
-        let begun = in_flight.iter().any(|record| record.scalars().rollout_id == rollout);
-        if !begun && log.groups(rollout, 1).is_empty() {
-            self.begins.insert(rollout, log.end());
-        }
-    }
-
     /// Lets the log give back what no step learns from again, where it is larger than it may be.
     fn trim(&mut self) -> Result<()> {
-        // The rollout before the checkpoint stays: it names the prompts that were taken last.
-        let last = self.saved.saturating_sub(1);
-        let (Some(_), Some(begin)) = (&self.rollouts, self.begins.get(&last).copied()) else {
+        if self.rollouts.is_none() {
             return Ok(());
-        };
-        self.begins.retain(|rollout, _| *rollout >= last);
+        }
+        let log = self.log.reader();
+        // The prompt that was taken last stays: it says which is the next.
+        let last = log.next_prompt().checked_sub(1).map(|last| log.prompt(last)).transpose()?.flatten();
+        let mut needed = last.map(|record| record.position());
+        for group in self.queue()?.kept(self.saved.saturating_sub(1)) {
+            let group = rollout::group(&log, group, self.options.n_samples_per_prompt);
+            let records = group.iter().flat_map(|group| &group.records).map(Record::position);
+            needed = records.chain(needed).min();
+        }
+        let Some(begin) = needed else { return Ok(()) };
         self.log.cursor(CONSUMER)?.commit(begin)?;
         self.log.retain(&Retention {
             bytes_max: Some(self.options.rollout_log_bytes_max),

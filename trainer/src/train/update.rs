@@ -21,7 +21,7 @@ use super::converge::serves;
 use super::versions::Versions;
 use crate::error::{Error, Result};
 use crate::learner::MODEL;
-use crate::metrics::PublicationMetrics;
+use crate::metrics::{PublicationMetrics, unix_us};
 
 /// Time between two looks at acknowledgements that are still to be written.
 const ACK_AGAIN: Duration = Duration::from_millis(20);
@@ -351,7 +351,7 @@ pub(super) fn measured(published: &Published) -> PublicationMetrics {
         encode_publish_ms: milliseconds(published.encode + published.upload),
         encode_ms: milliseconds(published.encode),
         put_ms: milliseconds(published.upload),
-        committed_at_ms: since_1970_ms(SystemTime::now()),
+        committed_at_ms: unix_us(SystemTime::now()) / 1000,
         ..PublicationMetrics::default()
     }
 }
@@ -374,11 +374,6 @@ pub(super) async fn check_equal(
         }
     }
     Ok(checked)
-}
-
-fn since_1970_ms(time: SystemTime) -> u64 {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or_default()
 }
 
 pub(super) fn milliseconds(duration: Duration) -> f64 {

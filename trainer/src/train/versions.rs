@@ -2,13 +2,12 @@
 //! collects the version; a run that learns old samples again still needs it.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result, io};
+use crate::error::Result;
+use crate::lines::{Lines, Opened};
 
 /// A line of the file.
 #[derive(Serialize, Deserialize)]
@@ -20,26 +19,16 @@ struct Line {
 /// The versions of a run that are known in its directory.
 #[derive(Debug)]
 pub(super) struct Versions {
-    path: PathBuf,
-    file: File,
+    lines: Lines,
     steps: BTreeMap<u64, u64>,
 }
 
 impl Versions {
-    /// Reads the file, or begins it. A line that a crash tore is left out: what it said may still be in the store.
+    /// Reads the file, or begins it. What a torn line said may still be in the store.
     pub(super) fn open(save: &Path) -> Result<Self> {
-        let path = save.join("versions.jsonl");
-        let options = File::options().read(true).append(true).create(true).open(&path);
-        let file = options.map_err(io("open", &path))?;
-        let bytes = std::fs::read(&path).map_err(io("read", &path))?;
-        let lines = bytes.split(|byte| *byte == b'\n');
-        let known = lines.filter_map(|line| serde_json::from_slice::<Line>(line).ok());
-        let steps = known.map(|line| (line.version, line.step)).collect();
-        let mut versions = Versions { path, file, steps };
-        if bytes.last().is_some_and(|last| *last != b'\n') {
-            versions.write("\n")?;
-        }
-        Ok(versions)
+        let Opened { lines, said } = Lines::open(save.join("versions.jsonl"))?;
+        let steps = said.into_iter().map(|line: Line| (line.version, line.step)).collect();
+        Ok(Versions { lines, steps })
     }
 
     /// The optimiser step of a version.
@@ -52,19 +41,15 @@ impl Versions {
         if self.steps.insert(version, step) == Some(step) {
             return Ok(());
         }
-        let line = serde_json::to_string(&Line { version, step })
-            .map_err(|source| Error::Json { path: self.path.clone(), source })?;
-        self.write(&format!("{line}\n"))
-    }
-
-    fn write(&mut self, text: &str) -> Result<()> {
-        self.file.write_all(text.as_bytes()).map_err(io("write", &self.path))
+        self.lines.append(&Line { version, step })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
+    use std::io::Write;
 
     #[test]
     fn torn_line_is_left_out_and_the_next_is_whole() {

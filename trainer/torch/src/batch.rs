@@ -183,7 +183,7 @@ impl Rows {
     /// Those of a sample whose first token lies at `start`.
     fn push(&mut self, sample: &Sample<'_>, index: usize, start: usize, weight: f32) {
         for place in 0..sample.response_len() {
-            if sample.loss_mask.get(place) == Some(&0) {
+            if !sample.is_trained(place) {
                 continue;
             }
             let token = sample.prompt_len + place;
@@ -244,6 +244,7 @@ pub(crate) mod tests {
         tokens: &[5, 6, 7, 8],
         prompt_len: 2,
         loss_mask: &[],
+        stale: 0,
         log_probs: &[-0.5, -0.25],
         teacher_log_probs: &[],
         answer: 0,

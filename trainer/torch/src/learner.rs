@@ -296,7 +296,8 @@ impl TorchLearner {
         let Loaded { policy, .. } = self.loaded()?;
         let mut found = vec![Vec::new(); batch.samples.len()];
         // Of all response tokens, those that are not trained on included.
-        let unmasked = batch.samples.iter().map(|sample| learner::Sample { loss_mask: &[], ..*sample });
+        let unmasked =
+            batch.samples.iter().map(|sample| learner::Sample { loss_mask: &[], stale: 0, ..*sample });
         let packed = learn::pack(policy.model(), &unmasked.collect::<Vec<_>>(), &options)?;
         for (chosen, packed) in packed.chosen.into_iter().zip(packed.batches) {
             let log_probs: Vec<f32> = Vec::try_from(policy.log_probs(&packed, temperature)?)?;
@@ -556,6 +557,7 @@ mod tests {
             tokens: &[1, 2, 3, 4],
             prompt_len: 2,
             loss_mask: &[],
+            stale: 0,
             log_probs: &[-1.0, -1.0],
             teacher_log_probs: &[],
             answer: 0,

@@ -72,6 +72,7 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         tokens: &[1, 2, 3, 4],
         prompt_len: 2,
         loss_mask: &[1, 1],
+        stale: 0,
         log_probs: &[-1.0, -1.0],
         teacher_log_probs: &[],
         answer: 0,

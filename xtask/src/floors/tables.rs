@@ -150,8 +150,8 @@ pub(super) const HOUSES: &[House] = &[
         lines_max: LINES_MAX,
         floors: &[
             &["error", "lr", "seed"],
-            &["chat", "options", "push", "service"],
-            &["advantage", "metrics", "sample", "schedule"],
+            &["chat", "lines", "options", "push", "service"],
+            &["advantage", "ledger", "metrics", "sample", "schedule"],
             &["data", "reward"],
             &["hook", "learner"],
             &["tasks"],

@@ -98,6 +98,8 @@ def _sample(log: RolloutReader, given: dict[str, Any], vocabulary: int, whole: b
     if not np.isfinite(log_probs).all():
         raise Refused(f"{where}expected finite log-probs, found NaN or infinity")
     trained = np.ones(response, bool) if whole or len(mask) == 0 else mask != 0
+    if not whole:
+        trained[: _number({"stale": 0, **given}, "stale", int)] = False
     return Sample(record, trained, _number(given, "rollout_id", int), _number(given, "advantage", float))
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Protocol
 
 from ._ranks import Ranks, Refused
 
-PROTOCOL = 2
+PROTOCOL = 3
 # What rank 0 tells the others instead of a call; JSON has no tuples.
 END, WAIT = ("end",), ("wait",)
 

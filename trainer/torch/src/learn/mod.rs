@@ -293,7 +293,7 @@ fn logged(samples: &[Sample<'_>], chosen: &[usize], like: &Tensor) -> Result<Ten
             );
             return Err(input("on-policy distillation", expected, found.len()));
         }
-        let kept = |place: &usize| sample.loss_mask.get(*place) != Some(&0);
+        let kept = |place: &usize| sample.is_trained(*place);
         column.extend((0..found.len()).filter(kept).map(|place| found[place]));
     }
     Ok(Tensor::f_from_slice(&column)?.f_to_device(like.device())?)

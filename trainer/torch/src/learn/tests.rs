@@ -92,6 +92,7 @@ fn samples(generations: &[Generation], cuts: impl Fn(usize) -> Vec<usize>) -> Ve
             tokens: &made.tokens[..PROMPT + end],
             prompt_len: PROMPT + start,
             loss_mask: &made.mask[start..end],
+            stale: 0,
             log_probs: &made.log_probs[start..end],
             teacher_log_probs: &made.teacher[start..end],
             answer: number as u64,

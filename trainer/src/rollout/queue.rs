@@ -1,0 +1,235 @@
+//! The groups of a run between what generates them for the log and the steps that take them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use driftless_bridge::Label;
+use driftless_buffer::{PromptState, Reader};
+use tokio::sync::Notify;
+
+use super::parts;
+use super::record::PromptNote;
+use crate::options::Mode;
+use crate::schedule::{Policy, Schedule, Seen, Start};
+
+/// What became of the groups since a step took some, besides those in the log.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// Groups with a sample that was not generated or got no reward.
+    pub failed: u64,
+    /// Groups that the task's filter left out.
+    pub filtered: u64,
+    /// Groups of which every token is older than it may be.
+    pub too_old: u64,
+}
+
+/// What generation was like since a step took groups.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Since {
+    /// Groups that were finished and kept.
+    pub kept: u64,
+    /// Groups that were left out.
+    pub dropped: Dropped,
+    /// Time for which some group was under way.
+    pub active: Duration,
+    /// Time between two groups for which none was.
+    pub idle: Duration,
+}
+
+/// Shared by [`Rollouts::run`](super::Rollouts::run) and the loop.
+#[derive(Debug)]
+pub struct Queue {
+    mode: Mode,
+    state: Mutex<State>,
+    for_generation: Notify,
+    for_training: Notify,
+}
+
+#[derive(Debug)]
+struct State {
+    schedule: Schedule,
+    /// The versions that engines have been brought to, with their step weights; the newest is last.
+    published: Vec<(u64, Label)>,
+    since: Since,
+    /// When groups began or ceased to be under way; absent before the first.
+    turned: Option<Instant>,
+}
+
+/// A group to be generated, on weights of `minimum` or later.
+#[derive(Debug, Clone)]
+pub(super) struct Order {
+    pub(super) start: Start,
+    pub(super) minimum: Option<Label>,
+}
+
+impl Queue {
+    /// The groups that a log has, with `answers` answers each, in a run of which `step` steps are done and `taken` says
+    /// what each learned from. A log of a release without a ledger says by itself which step its groups are of.
+    #[must_use]
+    pub fn open(
+        policy: Policy,
+        log: &Reader,
+        answers: u64,
+        step: u64,
+        mut taken: BTreeMap<u64, Vec<u64>>,
+    ) -> Self {
+        let seat_of =
+            |record: &driftless_buffer::Record| (record.scalars().sample_id, record.scalars().rollout_id);
+        let done = log.prompts(PromptState::Done).into_iter();
+        let kept = done.filter(|record| PromptNote::of(record).dropped.is_none());
+        let mut accepted: BTreeMap<u64, u64> = kept.map(|record| seat_of(&record)).collect();
+        if taken.is_empty() {
+            for (group, seat) in accepted.iter().filter(|(_, seat)| **seat < step) {
+                taken.entry(*seat).or_default().push(*group);
+            }
+        }
+        let is_whole = |group: &u64| parts::group(log, *group, answers).is_some();
+        // What the log has lost is not learned from again; other groups take its place.
+        taken.retain(|made, groups| *made < step || groups.iter().all(is_whole));
+        taken.values().flatten().for_each(|group| {
+            accepted.remove(group);
+        });
+        let accepted: BTreeSet<u64> = accepted.into_keys().filter(is_whole).collect();
+        let waiting = log.prompts(PromptState::InFlight).iter().map(seat_of).collect();
+        let mode = policy.mode;
+        let mut schedule = Schedule::new(policy).with_log(log.next_prompt(), accepted, waiting);
+        taken.into_iter().for_each(|(step, groups)| schedule.see(Seen::Taken { step, groups }));
+        schedule.see(Seen::Trained(step));
+        let state = State { schedule, published: Vec::new(), since: Since::default(), turned: None };
+        Queue { mode, state: Mutex::new(state), for_generation: Notify::new(), for_training: Notify::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing in here can be left half-changed by a panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes note that engines are brought to a version, of so many steps. Without a version any weights will do, now and
+    /// later.
+    pub fn published(&self, step: u64, label: Option<Label>) {
+        let mut state = self.state();
+        state.schedule.see(Seen::Published(if label.is_some() { step } else { u64::MAX }));
+        state.published.retain(|(_, known)| Some(known) != label.as_ref());
+        state.published.extend(label.map(|label| (step, label)));
+        self.for_generation.notify_one();
+    }
+
+    /// Takes note that so many steps are done; fewer than before, where the learner goes back to its checkpoint.
+    pub fn trained(&self, step: u64) {
+        self.state().schedule.see(Seen::Trained(step));
+        self.for_generation.notify_one();
+    }
+
+    /// The groups that `step` learns from, if enough are finished: those that it took before, or the oldest.
+    #[must_use]
+    pub fn batch(&self, step: u64) -> Option<Vec<u64>> {
+        self.state().schedule.batch(step)
+    }
+
+    /// Whether `step` has taken its groups.
+    #[must_use]
+    pub fn has_taken(&self, step: u64) -> bool {
+        self.state().schedule.has_taken(step)
+    }
+
+    /// Groups that are finished and not taken, up to those of a step.
+    #[must_use]
+    pub fn finished(&self) -> u64 {
+        self.state().schedule.finished()
+    }
+
+    /// Whether a group is under way.
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        self.state().schedule.is_active()
+    }
+
+    /// Returns once a group was finished after the call before.
+    pub async fn wait(&self) {
+        self.for_training.notified().await;
+    }
+
+    /// Gives `step` its groups, and tells what generation was like since the step before.
+    #[must_use]
+    pub fn take(&self, step: u64, groups: Vec<u64>) -> Since {
+        let mut state = self.state();
+        state.schedule.see(Seen::Taken { step, groups });
+        state.turn(Instant::now());
+        self.for_generation.notify_one();
+        std::mem::take(&mut state.since)
+    }
+
+    /// Leaves out a finished group that is too old to be learned from.
+    pub fn leave_out(&self, group: u64) {
+        let mut state = self.state();
+        state.schedule.see(Seen::LeftOut(group));
+        state.since.dropped.too_old += 1;
+        self.for_generation.notify_one();
+    }
+
+    /// Every group of the log that a step from `step` on needs or may take.
+    #[must_use]
+    pub fn kept(&self, step: u64) -> Vec<u64> {
+        self.state().schedule.kept(step).collect()
+    }
+
+    /// The groups to start now.
+    pub(super) fn start(&self, now: Instant) -> Vec<Order> {
+        let mut state = self.state();
+        state.turn(now);
+        let starts = state.schedule.start();
+        if !starts.is_empty() {
+            state.turned.get_or_insert(now);
+        }
+        let minimum = |start: &Start| state.minimum(self.mode, start.seat);
+        starts.iter().map(|start| Order { start: *start, minimum: minimum(start) }).collect()
+    }
+
+    /// Returns once something has changed for what is to be started.
+    pub(super) async fn changed(&self) {
+        self.for_generation.notified().await;
+    }
+
+    /// Takes note of what became of a group, and returns what generation is like since a step took groups.
+    pub(super) fn end(&self, seen: Seen, dropped: Dropped, now: Instant) -> Since {
+        let mut state = self.state();
+        state.turn(now);
+        state.since.kept += u64::from(matches!(seen, Seen::Accepted(_)));
+        state.since.dropped.failed += dropped.failed;
+        state.since.dropped.filtered += dropped.filtered;
+        state.schedule.see(seen);
+        self.for_training.notify_one();
+        state.since
+    }
+
+    /// The step that takes groups next.
+    pub(super) fn next_step(&self) -> u64 {
+        self.state().schedule.next_step()
+    }
+}
+
+impl State {
+    /// Counts the time since the last call, before groups begin or cease to be under way. Nothing is idle before the
+    /// first group.
+    fn turn(&mut self, now: Instant) {
+        let Some(last) = self.turned else { return };
+        let is_active = self.schedule.is_active();
+        let time = if is_active { &mut self.since.active } else { &mut self.since.idle };
+        *time += now.saturating_duration_since(last);
+        self.turned = Some(now);
+    }
+
+    /// The oldest weights that may generate a group of this seat.
+    fn minimum(&self, mode: Mode, seat: u64) -> Option<Label> {
+        let newest = self.published.last();
+        let found = match mode {
+            Mode::Bounded { max_staleness } => {
+                let oldest = seat.saturating_sub(max_staleness);
+                self.published.iter().find(|(step, _)| *step >= oldest).or(newest)
+            }
+            Mode::Synchronous | Mode::OneStepOff => newest,
+        };
+        found.map(|(_, label)| label.clone())
+    }
+}

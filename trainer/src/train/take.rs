@@ -1,0 +1,159 @@
+//! From the queue to a step: the groups that it learns from, and the tokens of theirs that are too old for it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use driftless_buffer::{Group, Record};
+
+use super::session::Session;
+use super::update::milliseconds;
+use super::{LOOK_AFTER, learn};
+use crate::error::{Error, Result};
+use crate::learner::Sample;
+use crate::metrics::StepMetrics;
+use crate::options::Mode;
+use crate::rollout::{self, PromptNote};
+
+/// How far the weights that learn are ahead of those that generated.
+#[derive(Debug, Default)]
+pub(super) struct Ages {
+    /// In optimiser steps, by version. Versions whose step is unknown are absent.
+    pub(super) steps: BTreeMap<u64, u64>,
+    /// Tokens of older weights, and those of a version whose step is unknown, are not trained on.
+    pub(super) max: Option<u64>,
+}
+
+impl Ages {
+    /// The leading response tokens that are not trained on: those up to the last that is too old.
+    pub(super) fn stale(&self, record: &Record) -> usize {
+        let Some(max) = self.max else { return 0 };
+        let too_old = |version| self.steps.get(version).is_none_or(|age| *age > max);
+        let spans = record.spans().iter().filter(|span| too_old(&span.version));
+        spans.map(|span| span.end as usize).max().unwrap_or_default()
+    }
+
+    /// Whether all that there was to train on in a group is too old.
+    fn is_stale(&self, group: &Group) -> bool {
+        let trained = |record: &Record, stale| Sample { stale, ..Sample::of(record, 0.0) }.trained();
+        let mut records = group.records.iter();
+        records.clone().any(|record| self.stale(record) > 0)
+            && records.all(|record| trained(record, self.stale(record)) == 0)
+    }
+}
+
+/// What a step learns from.
+pub(super) struct Taken {
+    pub(super) groups: Vec<Group>,
+    pub(super) ages: Ages,
+    /// What their generation was like.
+    pub(super) generated: StepMetrics,
+}
+
+impl Session<'_> {
+    /// Waits until the log has enough groups for `step`, and gives them to it.
+    pub(super) fn take(&mut self, step: u64) -> Result<Taken> {
+        let wait = Instant::now();
+        let (numbers, groups, ages) = loop {
+            let numbers = self.wait_for_groups(step)?;
+            let groups = self.groups(step, &numbers)?;
+            let ages = self.ages(step, &groups);
+            let queue = self.queue()?.clone();
+            let stale: Vec<u64> = if queue.has_taken(step) {
+                Vec::new()
+            } else {
+                groups.iter().filter(|group| ages.is_stale(group)).map(|group| group.group_id).collect()
+            };
+            if stale.is_empty() {
+                break (numbers, groups, ages);
+            }
+            for group in stale {
+                tracing::warn!(step, group, "group left out: all of its tokens are too old");
+                rollout::leave_out(&self.log, group, "all of its tokens are too old")?;
+                queue.leave_out(group);
+            }
+        };
+        self.ledger.note(step, &numbers)?;
+        let since = self.queue()?.take(step, numbers);
+        let generated = StepMetrics {
+            rollout_id: step,
+            groups_failed: since.dropped.failed,
+            groups_filtered: since.dropped.filtered,
+            groups_too_old: since.dropped.too_old,
+            generate_ms: milliseconds(since.active),
+            train_wait_ms: milliseconds(wait.elapsed()),
+            rollout_wait_ms: milliseconds(since.idle),
+            ..StepMetrics::default()
+        };
+        Ok(Taken { groups, ages, generated })
+    }
+
+    /// The numbers of the groups of `step`. Engines that come back meanwhile are brought to the newest version.
+    fn wait_for_groups(&mut self, step: u64) -> Result<Vec<u64>> {
+        let mut refused = BTreeSet::new();
+        let queue = self.queue()?.clone();
+        loop {
+            if let Some(groups) = queue.batch(step) {
+                return Ok(groups);
+            }
+            let Some(generation) = &mut self.generation else {
+                let (expected, found) = (self.options.rollout_batch_size, queue.finished());
+                return Err(Error::IncompleteRollout { rollout: step, expected, found });
+            };
+            let ended = self.runtime.block_on(async {
+                tokio::select! {
+                    ended = generation => Some(ended),
+                    () = queue.wait() => None,
+                    () = tokio::time::sleep(LOOK_AFTER) => None,
+                }
+            });
+            match ended {
+                Some(ended) => {
+                    self.generation = None;
+                    rollout::finished(ended)??;
+                }
+                None => self.bring_back(&mut refused)?,
+            }
+        }
+    }
+
+    fn groups(&self, step: u64, numbers: &[u64]) -> Result<Vec<Group>> {
+        let (log, answers) = (self.log.reader(), self.options.n_samples_per_prompt);
+        let groups: Vec<_> =
+            numbers.iter().filter_map(|group| rollout::group(&log, *group, answers)).collect();
+        let (expected, found) = (numbers.len() as u64, groups.len() as u64);
+        if found == expected {
+            Ok(groups)
+        } else {
+            Err(Error::IncompleteRollout { rollout: step, expected, found })
+        }
+    }
+
+    /// What the prompt of each group is from: a file, or what made it up.
+    pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
+        let log = self.log.reader();
+        let file = |group: &Group| {
+            let source = log.prompt(group.group_id)?.and_then(|prompt| PromptNote::of(&prompt).source);
+            Ok(source.map_or_else(String::new, |place| place.path.display().to_string()))
+        };
+        groups.iter().map(file).collect()
+    }
+
+    /// How old the weights were that generated these groups. Old versions may be neither in the run's directory nor in
+    /// the store any more.
+    fn ages(&mut self, step: u64, groups: &[Group]) -> Ages {
+        let max = match self.options.mode {
+            Mode::Bounded { max_staleness } => Some(max_staleness),
+            Mode::Synchronous | Mode::OneStepOff => None,
+        };
+        let updates = &mut self.updates;
+        let age = |version| match updates.as_mut().map(|updates| updates.step_of(version)) {
+            None => Some((version, 0)),
+            Some(Ok(made)) => Some((version, step.saturating_sub(made))),
+            Some(Err(error)) => {
+                tracing::warn!(version, %error, "staleness is measured without a version whose step is unknown");
+                None
+            }
+        };
+        Ages { steps: learn::versions(groups).into_iter().filter_map(age).collect(), max }
+    }
+}
