@@ -277,6 +277,19 @@ pub enum Error {
         /// The hosts that failed, each as `URL (its failure)`.
         hosts: Vec<String>,
     },
+    /// Too few engines answered to begin with.
+    #[error(
+        "{attached} of {} engines answered, where at least {wanted} have to: start the others; {}",
+        .attached + .away.len(), list(.away)
+    )]
+    Unattached {
+        /// How many engines were asked for.
+        wanted: usize,
+        /// How many answered.
+        attached: usize,
+        /// The others, each as `URL (its failure)`.
+        away: Vec<String>,
+    },
     /// No engine gave an acceptable generation in time.
     #[error("request {rid}: no engine gave an acceptable generation within {after:?}: {}", list(.attempts))]
     Exhausted {
@@ -400,11 +413,18 @@ impl Error {
             Self::Unreachable { .. }
             | Self::Deadline { .. }
             | Self::GivenUp { .. }
+            | Self::Unattached { .. }
             | Self::Reply { .. }
             | Self::ReplyTooLarge { .. } => true,
             Self::Status { status, .. } => *status >= 500 || *status == 408 || *status == 429,
             _ => false,
         }
+    }
+
+    /// Whether a request failed for want of an engine, not by itself: every engine was down, too old or failing until the
+    /// fleet's deadline. The same request may succeed when engines are back.
+    pub fn is_no_engine(&self) -> bool {
+        matches!(self, Self::Exhausted { .. })
     }
 
     /// [`Error::Refused`] for a property of an engine.

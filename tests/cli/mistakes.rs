@@ -443,6 +443,7 @@ fn flags_that_would_change_nothing_are_refused() {
     };
     for (flags, words) in [
         (&["--advantage-estimator", "gae"][..], "unknown variant `gae`, expected one of `grpo`"),
+        (&["--engines-min", "2"], "--engines-min: expected at most 1"),
         (
             &["--gamma", "0.9"],
             "--gamma: expected --advantage-estimator ppo or reinforce_plus_plus, found grpo",

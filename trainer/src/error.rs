@@ -266,9 +266,9 @@ pub enum Error {
     /// An engine, or the client of it, answered with an error.
     #[error(transparent)]
     Bridge(#[from] driftless_bridge::Error),
-    /// No engine took a version that was pushed.
+    /// Too few engines took a version that was pushed.
     #[error(
-        "no engine took {label} within {} s; engines stay paused where their weights may be a mixture, until a push \
+        "too few engines took {label} within {} s; engines stay paused where their weights may be a mixture, until a push \
          succeeds: mend what the reason names and run the same command again, which pushes before it goes on",
         after.as_secs_f64()
     )]
@@ -280,8 +280,10 @@ pub enum Error {
         /// Why the last push failed.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// No engine came to the newest version of the run.
-    #[error("no engine came to the newest version of run `{run}`: is a follower of it beside each of them?")]
+    /// Too few engines came to the newest version of the run.
+    #[error(
+        "too few engines came to the newest version of run `{run}`: is a follower of it beside each of them?"
+    )]
     NotFollowed {
         /// Name of the run.
         run: String,

@@ -322,6 +322,42 @@ fn an_engine_that_is_down_is_left_until_it_answers_again() {
 }
 
 #[test]
+fn run_begins_without_an_engine_that_is_down_and_takes_it_later() {
+    let stage = Stage::new(2);
+    stage.fakes[1].kill();
+    let outcome = stage.train(|rollout, fakes| {
+        if rollout == 0 {
+            fakes[1].restart();
+        }
+    });
+    let behind = outcome.unwrap().steps.into_iter().map(|step| step.publication.unwrap().engines_behind);
+    assert_eq!(behind.collect::<Vec<_>>(), [1, 0, 0]);
+    stage.fakes.iter().for_each(|fake| stage.assert_there(fake));
+}
+
+#[test]
+fn engines_that_are_too_few_end_the_run_and_are_named() {
+    let mut stage = Stage::new(2);
+    stage.update_deadline = Duration::from_secs(1);
+    stage.fakes[1].kill();
+    let options = stage.options().with_engines_min(2);
+    let waits = Arc::new(Mutex::new(String::new()));
+    let told = waits.clone();
+    let observer = move |event: Event<'_>| {
+        if let Event::Waiting { on, .. } = event {
+            told.lock().unwrap().push_str(on);
+        }
+    };
+    let mover = Mover { device: None, weights: Vec::new(), place: None };
+    let error = train(&options, Box::new(mover), Arc::new(observer)).unwrap_err().to_string();
+    let address = stage.fakes[1].address.to_string();
+    for part in ["1 of 2 engines", "at least 2", address.as_str()] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    assert!(waits.lock().unwrap().contains(&address));
+}
+
+#[test]
 fn refusing_engine_keeps_no_version_from_others() {
     let stage = Stage::new(2);
     stage

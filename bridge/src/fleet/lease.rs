@@ -1,9 +1,9 @@
 //! One request's place on one engine, and the handling of its reply.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 use super::member::{LOOK_EVERY, Member};
 use crate::engine::{Finish, GenerateRequest, Generation, Label, Rid};
@@ -26,8 +26,8 @@ pub(super) struct Lease<'a> {
 pub(super) enum Attempt {
     /// With a sample.
     Done(Generation),
-    /// With nothing that another engine, or another time, would change.
-    Refused(Error),
+    /// With nothing that another engine, or another time, would change, or with no time left.
+    Over(Error),
     /// With nothing, for this reason.
     Again(String),
 }
@@ -42,11 +42,11 @@ impl<'a> Lease<'a> {
         mut self,
         request: &GenerateRequest,
         minimum: Option<&Label>,
-        end: Instant,
+        left: Duration,
     ) -> Attempt {
         self.unanswered = true;
-        let Ok(outcome) = tokio::time::timeout_at(end, self.generate(request)).await else {
-            return self.again("gave no whole reply before the fleet's deadline".into());
+        let Ok(outcome) = tokio::time::timeout(left, self.generate(request)).await else {
+            return self.late(left).await;
         };
         self.unanswered = matches!(outcome, Err(Error::Deadline { .. }));
         match outcome {
@@ -67,14 +67,23 @@ impl<'a> Lease<'a> {
                 Attempt::Again(error.to_string())
             }
             Err(Error::Status { body, .. }) if body.contains(DUPLICATE) => self.again(body),
-            Err(error) => Attempt::Refused(error),
+            Err(error) => Attempt::Over(error),
         }
+    }
+
+    /// Says whose failure a late reply is: the engine's, if it does not answer anything else either.
+    async fn late(&self, after: Duration) -> Attempt {
+        let (engine, call) = (self.member.engine.url().to_owned(), "a generation".to_owned());
+        let error = Error::Deadline { engine, call, after };
+        self.member.look().await;
+        let is_up = self.member.state().up;
+        if is_up { Attempt::Over(error) } else { Attempt::Again(error.to_string()) }
     }
 
     /// The reply, and the engine's label before it where the reply will not say which tokens are whose.
     async fn generate(&self, request: &GenerateRequest) -> Result<(Generation, Option<String>)> {
         let engine = &self.member.engine;
-        let spans = self.member.state().identity.spans;
+        let spans = self.member.state().identity.as_ref().is_some_and(|identity| identity.spans);
         let before = if spans { None } else { engine.label().await? };
         let generation = engine.generate(request).await?;
         generation.validate(self.member.expected.config.vocabulary)?;

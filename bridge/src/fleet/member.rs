@@ -27,10 +27,18 @@ pub(super) struct Member {
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
 }
 
+/// What an engine says when it is looked at.
+struct Answer {
+    /// Absent if it was up before.
+    identity: Option<Identity>,
+    serving: Option<String>,
+}
+
 /// What is known of an engine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Standing {
-    pub(super) identity: Identity,
+    /// Absent until it is attached.
+    pub(super) identity: Option<Identity>,
     /// Whether it answered the last time it was asked anything.
     pub(super) up: bool,
     /// What it serves, as far as known.
@@ -45,26 +53,15 @@ pub(super) struct Standing {
 }
 
 impl Member {
-    pub(super) async fn attach(
-        engine: Arc<dyn Engine>,
-        expected: Expected,
-        known: Option<Arc<Known>>,
-    ) -> Result<Self> {
-        let attached = Attached::attach(engine.clone(), &expected).await?;
-        let identity = attached.identity().clone();
-        let state = Standing {
-            identity,
-            up: true,
-            serving: None,
-            in_flight: 0,
-            left: false,
-            failure: None,
-            told: None,
-        };
-        let member = Self { engine, expected, known, state: Mutex::new(state), looking: Arc::default() };
-        let serving = member.serving().await?;
-        member.state().serving = serving;
-        Ok(member)
+    /// The engine, which is out until it is attached.
+    pub(super) fn new(engine: Arc<dyn Engine>, expected: Expected, known: Option<Arc<Known>>) -> Self {
+        Self { engine, expected, known, state: Mutex::default(), looking: Arc::default() }
+    }
+
+    /// Attaches the engine.
+    pub(super) async fn attach(&self) -> Result<()> {
+        self.answered(self.ask().await?);
+        Ok(())
     }
 
     /// What the engine says that it serves.
@@ -85,8 +82,13 @@ impl Member {
     }
 
     /// The engine, as it was last attached.
-    pub(super) fn attached(&self) -> Attached {
-        Attached::new(self.engine.clone(), self.state().identity.clone())
+    pub(super) fn attached(&self) -> Option<Attached> {
+        Some(Attached::new(self.engine.clone(), self.state().identity.clone()?))
+    }
+
+    /// The engine, and what there is to say about it where it does not do.
+    pub(super) fn describe(&self) -> String {
+        format!("{} ({})", self.engine.url(), self.state().describe())
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, Standing> {
@@ -113,29 +115,39 @@ impl Member {
     }
 
     async fn look_in(&self, mut turn: Turn) {
-        let up = self.state().up;
-        match self.ask(up).await {
-            Ok((identity, serving)) => {
-                let mut state = self.state();
-                (state.up, state.serving) = (true, serving);
-                if let Some(identity) = identity {
-                    state.identity = identity;
-                }
-            }
+        match self.ask().await {
+            Ok(answer) => self.answered(answer),
             Err(error) => self.failed(&error),
         }
         *turn = Some(Instant::now());
     }
 
-    async fn ask(&self, up: bool) -> Result<(Option<Identity>, Option<String>)> {
-        let identity = if up { None } else { Some(self.engine.identify(&self.expected).await?) };
-        Ok((identity, self.serving().await?))
+    async fn ask(&self) -> Result<Answer> {
+        let (up, is_new) = {
+            let state = self.state();
+            (state.up, state.identity.is_none())
+        };
+        let identity = match up {
+            true => None,
+            // The log tells of it.
+            false if is_new => {
+                Some(Attached::attach(self.engine.clone(), &self.expected).await?.identity().clone())
+            }
+            false => Some(self.engine.identify(&self.expected).await?),
+        };
+        Ok(Answer { identity, serving: self.serving().await? })
+    }
+
+    fn answered(&self, answer: Answer) {
+        let mut state = self.state();
+        (state.up, state.serving) = (true, answer.serving);
+        state.identity = answer.identity.or(state.identity.take());
     }
 
     /// Takes the engine out until it is attached again.
     pub(super) fn failed(&self, error: &Error) {
         let failure = chain_text(error);
-        if self.state().failed(&failure) {
+        if self.state().failed(&failure, !error.is_transient()) {
             tracing::warn!(engine = self.engine.url(), error = failure, "engine is out");
         }
     }
@@ -148,10 +160,10 @@ impl Standing {
         self.up && minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
     }
 
-    /// It failed. Returns whether the log has to tell of it: an engine that tells its version and fails at each
-    /// generation comes back and goes out again all the time.
-    fn failed(&mut self, failure: &str) -> bool {
-        let is_news = self.up && self.told.as_deref() != Some(failure);
+    /// It failed, or was refused. Returns whether the log has to tell of it: an engine that tells its version and fails
+    /// at each generation comes back and goes out again all the time. That one which was out does not answer is no news.
+    fn failed(&mut self, failure: &str, is_refused: bool) -> bool {
+        let is_news = (self.up || is_refused) && self.told.as_deref() != Some(failure);
         if is_news {
             self.told = Some(failure.to_owned());
         }
@@ -181,38 +193,33 @@ impl Standing {
 mod tests {
     use super::*;
 
-    fn standing() -> Standing {
-        let identity = Identity {
-            version: None,
-            device: None,
-            tp: 1,
-            dtype: driftless_transport::Dtype::Bf16,
-            config_compared: false,
-            tokenizer: None,
-            spans: true,
-            no_checksums: None,
-            load_format: None,
-            loads_only: None,
-            flushes: true,
-            labels_with_patch: false,
-            sessions: false,
-            saves_memory: false,
-        };
-        Standing { identity, up: true, serving: None, in_flight: 0, left: false, failure: None, told: None }
-    }
-
     #[test]
     fn failure_is_told_once_until_a_whole_reply_came() {
-        let mut state = standing();
-        assert!(state.failed("a") && !state.up, "it was up");
-        assert!(!state.failed("b"), "it is out already");
+        let mut state = Standing { up: true, ..Standing::default() };
+        assert!(state.failed("a", false) && !state.up, "it was up");
+        assert!(!state.failed("b", false), "it is out already");
         for (failure, is_news) in [("a", false), ("b", true), ("b", false)] {
             state.up = true;
-            assert_eq!(state.failed(failure), is_news, "{failure}");
+            assert_eq!(state.failed(failure, false), is_news, "{failure}");
             assert_eq!(state.describe(), failure);
         }
         state.replied();
         state.up = true;
-        assert!(state.failed("b"));
+        assert!(state.failed("b", false));
+    }
+
+    #[test]
+    fn failed_engine_that_comes_and_is_refused_is_told_of_once() {
+        let mut state = Standing::default();
+        for (failure, is_refused, is_news) in [
+            ("no answer", false, false),
+            ("another model", true, true),
+            ("another model", true, false),
+            ("no answer", false, false),
+            ("another model", true, false),
+            ("another dtype", true, true),
+        ] {
+            assert_eq!(state.failed(failure, is_refused), is_news, "{failure}");
+        }
     }
 }

@@ -1,10 +1,12 @@
-//! Many engines: routing, a minimum version per request, retries, waiting for a version.
+//! Many engines: routing, a minimum version per request, retries, waiting for a version. Some may be down.
 
 mod lease;
 mod member;
 mod newest;
 mod route;
+mod wait;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -25,9 +27,12 @@ use newest::Known;
 pub use newest::Newest;
 pub use route::Route;
 use route::{View, choose};
+use wait::{Bounds, Seen, Verdict, judge};
 
 /// Longest wait for an engine to become free before the fleet is looked at again.
 const RECHECK: Duration = Duration::from_millis(100);
+/// How much longer than enough engines the others are waited for, unless told.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of a [`Fleet`].
 #[derive(Debug, Clone, Setters)]
@@ -39,20 +44,28 @@ pub struct FleetOptions {
     /// What one sample may take: its attempts, pauses of its engine included, and the time without any engine
     /// that may take it. Its turn while engines are busy does not count.
     pub deadline: Duration,
+    /// How many engines have to answer for [`Fleet::attach`], and to serve a version for
+    /// [`Fleet::wait_for_those_up`]. `None` means all for the former, one for the latter.
+    pub engines_min: Option<usize>,
+    /// Once so many serve a version, how much longer the others are waited for.
+    pub patience: Duration,
     /// How requests find their engine.
     pub route: Route,
-    /// Deadlines of single calls; that of a generation is cut to what is left of `deadline`.
+    /// Deadlines of single calls. What bounds a generation is `deadline`, whatever this says.
     pub calls: Deadlines,
     /// Refuses engines that serve a version that was not published. Any version will do, if `None`.
     pub newest: Option<Newest>,
 }
 
 impl Default for FleetOptions {
-    /// 64 requests per engine, 10 minutes, the least loaded engine, default deadlines, any version.
+    /// 64 requests per engine, 10 minutes, all engines, 10 s of patience, the least loaded engine, default deadlines,
+    /// any version.
     fn default() -> Self {
         Self {
             concurrency: 64,
             deadline: Duration::from_secs(600),
+            engines_min: None,
+            patience: PATIENCE,
             route: Route::default(),
             calls: Deadlines::default(),
             newest: None,
@@ -89,39 +102,44 @@ pub struct Fleet {
 impl Fleet {
     /// Attaches every engine, all at once; addresses are those of [`connect`]; kinds may be mixed.
     ///
+    /// With [`FleetOptions::engines_min`], an engine that does not answer is attached once it does: when a request lacks
+    /// an engine, or a version is waited for. One that is refused then stays out, and the log says why.
+    ///
     /// # Errors
-    /// Those of [`Attached::attach`], for the first address that fails; [`Error::Fleet`] for no address or
-    /// one twice.
+    /// Those of [`Attached::attach`], for the first address that fails, or, with `engines_min`, that is refused;
+    /// [`Error::Unattached`] if fewer than that answer; [`Error::Fleet`] for no address or one twice.
     pub async fn attach(
         addresses: &[String],
         keys: &Keys,
         expected: &Expected,
         options: FleetOptions,
     ) -> Result<Self> {
-        let mut attaching = Vec::with_capacity(addresses.len());
-        let mut urls = std::collections::BTreeSet::new();
-        let known = options.newest.clone().map(|newest| Arc::new(Known::new(newest)));
-        for address in addresses {
-            let client =
-                ClientOptions { keys: keys.clone(), deadlines: options.calls, ..ClientOptions::default() };
-            let engine = connect(address, client)?;
-            urls.insert(engine.url().to_owned());
-            attaching.push(tokio::spawn(Member::attach(engine, expected.clone(), known.clone())));
+        let members = members(addresses, keys, expected, &options)?;
+        let attach = |member: &Arc<Member>| {
+            let member = member.clone();
+            tokio::spawn(async move { member.attach().await })
+        };
+        let mut away = Vec::new();
+        for (member, attaching) in members.iter().zip(members.iter().map(attach).collect::<Vec<_>>()) {
+            match joined(attaching).await? {
+                Err(error) if error.is_transient() && options.engines_min.is_some() => {
+                    member.failed(&error);
+                    away.push(member.describe());
+                }
+                attached => attached?,
+            }
         }
-        if addresses.is_empty() || urls.len() != addresses.len() {
-            return Err(Error::Fleet { found: addresses.to_vec() });
-        }
-        let mut members = Vec::with_capacity(attaching.len());
-        for member in attaching {
-            members.push(Arc::new(joined(member).await??));
+        let (wanted, attached) = (options.engines_min.unwrap_or_default(), members.len() - away.len());
+        if attached < wanted {
+            return Err(Error::Unattached { wanted, attached, away });
         }
         let vocabulary = expected.config.vocabulary;
         Ok(Self { members, vocabulary, options, turn: AtomicUsize::default(), freed: Notify::default() })
     }
 
-    /// The engines, as they were last attached.
+    /// The engines that were attached, as they were last.
     pub fn engines(&self) -> Vec<Attached> {
-        self.members.iter().map(|member| member.attached()).collect()
+        self.members.iter().filter_map(|member| member.attached()).collect()
     }
 
     /// What is known of each engine, without asking it.
@@ -156,8 +174,9 @@ impl Fleet {
     /// once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
     ///
     /// # Errors
-    /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for
-    /// requests that no engine would take.
+    /// [`Error::Exhausted`] with every engine's last failure; [`Error::Deadline`] of an engine that still answers, and
+    /// generated until the fleet's deadline; [`Error::Request`] and [`Error::Status`] for requests that no engine would
+    /// take.
     pub async fn generate(
         &self,
         mut request: GenerateRequest,
@@ -170,9 +189,9 @@ impl Fleet {
                 return Err(self.exhausted(&request));
             };
             let begin = Instant::now();
-            match lease.attempt(&request, minimum, begin + left).await {
+            match lease.attempt(&request, minimum, left).await {
                 Attempt::Done(generation) => return Ok(generation),
-                Attempt::Refused(error) => return Err(error),
+                Attempt::Over(error) => return Err(error),
                 Attempt::Again(reason) => tracing::debug!(rid = %request.rid, reason, "attempt thrown away"),
             }
             left = left.saturating_sub(begin.elapsed());
@@ -181,38 +200,49 @@ impl Fleet {
     }
 
     /// Waits until every engine that answers serves `label` or a later version of its run, and returns those
-    /// that do not: the ones that are down, and the ones that `deadline` was too short for. These are not
-    /// waited for again until they have caught up once.
+    /// that do not: the ones that are down, and the ones that are late. Once [`FleetOptions::engines_min`] are there, the
+    /// others are late after [`FleetOptions::patience`], or else after `deadline`. Late ones are not waited for again
+    /// until they have caught up once.
     ///
     /// # Errors
-    /// [`Error::Behind`] after `deadline`, if no engine is there.
+    /// [`Error::Behind`] after `deadline`, if fewer than `engines_min` are there.
     pub async fn wait_for_those_up(&self, label: &Label, deadline: Duration) -> Result<Vec<String>> {
-        let end = Instant::now() + deadline;
+        let begin = Instant::now();
+        let bounds = Bounds {
+            wanted: self.options.engines_min.unwrap_or(1).max(1),
+            patience: self.options.patience,
+            deadline,
+        };
+        let mut enough_since = None;
         loop {
             // Also at those that are not waited for: they may have caught up.
             self.members.iter().for_each(|member| member.clone().look_aside());
-            let (mut there, mut waited_for, mut laggards) = (0, Vec::new(), Vec::new());
-            for member in &self.members {
-                let mut state = member.state();
-                if state.may_take(Some(label)) {
-                    state.left = false;
-                    there += 1;
-                    continue;
+            let (there, lacking): (Vec<_>, Vec<_>) =
+                self.members.iter().partition(|member| member.state().may_take(Some(label)));
+            there.iter().for_each(|member| member.state().left = false);
+            let awaited = |member: &&&Arc<Member>| {
+                let state = member.state();
+                state.up && !state.left
+            };
+            let awaited: Vec<_> = lacking.iter().filter(awaited).collect();
+            if there.len() >= bounds.wanted {
+                enough_since.get_or_insert_with(Instant::now);
+            }
+            let since_enough = enough_since.map_or(Duration::ZERO, |since: Instant| since.elapsed());
+            let elapsed = begin.elapsed();
+            let seen = Seen { there: there.len(), awaited: awaited.len(), since_enough, elapsed };
+            let laggards = || lacking.iter().map(|member| member.describe()).collect();
+            match judge(bounds, seen) {
+                Verdict::Wait => tokio::time::sleep(LOOK_EVERY).await,
+                Verdict::GoOn => {
+                    awaited.iter().for_each(|member| member.state().left = true);
+                    return Ok(laggards());
                 }
-                laggards.push(format!("{} ({})", member.engine.url(), state.describe()));
-                if state.up && !state.left {
-                    waited_for.push(member);
+                Verdict::Behind => {
+                    let (label, laggards) = (label.to_string(), laggards());
+                    return Err(Error::Behind { label, after: deadline, laggards });
                 }
             }
-            let over = Instant::now() >= end;
-            if there > 0 && (over || waited_for.is_empty()) {
-                waited_for.iter().for_each(|member| member.state().left = true);
-                return Ok(laggards);
-            }
-            if over {
-                return Err(Error::Behind { label: label.to_string(), after: deadline, laggards });
-            }
-            tokio::time::sleep(LOOK_EVERY).await;
         }
     }
 
@@ -261,6 +291,29 @@ impl Fleet {
         let (rid, after) = (request.rid.to_string(), self.options.deadline);
         Error::Exhausted { rid, after, attempts: attempts.collect() }
     }
+}
+
+/// The engines at these addresses, not attached yet.
+fn members(
+    addresses: &[String],
+    keys: &Keys,
+    expected: &Expected,
+    options: &FleetOptions,
+) -> Result<Vec<Arc<Member>>> {
+    let known = options.newest.clone().map(|newest| Arc::new(Known::new(newest)));
+    // Each attempt has what is left of the sample's time, which no call cuts short.
+    let deadlines = options.calls.with_generate(Duration::MAX);
+    let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
+    let member = |address: &String| {
+        let engine = connect(address, client.clone())?;
+        Ok(Arc::new(Member::new(engine, expected.clone(), known.clone())))
+    };
+    let members = addresses.iter().map(member).collect::<Result<Vec<_>>>()?;
+    let urls: BTreeSet<_> = members.iter().map(|member| member.engine.url()).collect();
+    if members.is_empty() || urls.len() != members.len() {
+        return Err(Error::Fleet { found: addresses.to_vec() });
+    }
+    Ok(members)
 }
 
 /// The result of a task of ours, which nobody cancels.

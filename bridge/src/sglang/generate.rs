@@ -19,11 +19,16 @@ pub(crate) fn body(request: &GenerateRequest) -> Value {
     })
 }
 
+/// Everything is sent: the server's defaults may come from its `--preferred-sampling-params`.
 fn sampling(params: &SamplingParams) -> Value {
     let mut value = json!({
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "max_new_tokens": params.max_new_tokens,
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
@@ -162,6 +167,19 @@ mod tests {
             r#"{{"output_ids":[5,6],"meta_info":{{"finish_reason":{{"type":"length","length":2}},{meta}}}}}"#
         );
         serde_json::from_str::<RawGeneration>(&text).unwrap().check(&request(), "http://e:1")
+    }
+
+    #[test]
+    fn body_leaves_nothing_to_preferred_sampling_params() {
+        let body = body(&request());
+        for (name, neutral) in [
+            ("min_p", 0.0),
+            ("frequency_penalty", 0.0),
+            ("presence_penalty", 0.0),
+            ("repetition_penalty", 1.0),
+        ] {
+            assert_eq!(body["sampling_params"][name], json!(neutral), "{name}");
+        }
     }
 
     const LOGPROBS: &str = r#""output_token_logprobs":[[-0.5,5,null],[-1.5,6,"x"]]"#;

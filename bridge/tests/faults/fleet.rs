@@ -19,7 +19,16 @@ struct Scene {
     fakes: Vec<Fake>,
     fleet: Arc<Fleet>,
     runtime: Runtime,
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
+}
+
+impl Scene {
+    /// Another fleet of the same engines.
+    fn attach(&self, options: FleetOptions) -> driftless_bridge::Result<Fleet> {
+        let addresses: Vec<String> = self.fakes.iter().map(|fake| fake.address.to_string()).collect();
+        let expected = Expected::from_checkpoint(&self.fakes[0].engine().started_with.clone()).unwrap();
+        self.runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options))
+    }
 }
 
 fn scene(engines: usize, options: FleetOptions) -> Scene {
@@ -38,7 +47,7 @@ fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> 
     let runtime = Runtime::new().unwrap();
     let expected = Expected::from_checkpoint(&path).unwrap();
     let fleet = runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options)).unwrap();
-    Scene { fakes, fleet: Arc::new(fleet), runtime, _dir: dir }
+    Scene { fakes, fleet: Arc::new(fleet), runtime, dir }
 }
 
 /// Enough for what should succeed, whatever the machine is doing.
@@ -106,12 +115,8 @@ fn a_sample_waits_until_an_engine_has_caught_up() {
 
 #[test]
 fn a_failing_engine_is_replaced_by_another() {
-    for fault in
-        [Fault::Answer(500, "broken".into()), Fault::Hang, Fault::Die, Fault::Answer(200, "{}".into())]
-    {
-        let hangs = matches!(fault, Fault::Hang);
-        let calls = if hangs { sglang::short(|calls| &mut calls.generate) } else { sglang::patient() };
-        let scene = scene(2, patient().with_calls(calls.deadlines));
+    for fault in [Fault::Answer(500, "broken".into()), Fault::Die, Fault::Answer(200, "{}".into())] {
+        let scene = scene(2, patient());
         for fake in &scene.fakes {
             // One of the two is asked first, and fails; the other may fail once as well.
             fake.fault("POST /generate", fault.clone());
@@ -119,6 +124,32 @@ fn a_failing_engine_is_replaced_by_another() {
         let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
         assert_ne!(generation.rid, Rid::new(1, 0), "{fault:?}");
     }
+}
+
+#[test]
+fn generate_has_the_fleets_deadline_and_not_the_calls() {
+    let calls = patient().calls.with_generate(Duration::from_millis(1));
+    let scene = scene(1, patient().with_calls(calls));
+    scene.fakes[0].fault("POST /generate", Fault::Slow(Duration::from_millis(200)));
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
+    assert_eq!(generation.rid, Rid::new(1, 0), "the first attempt");
+}
+
+#[test]
+fn late_reply_is_the_engines_failure_only_if_it_is_away() {
+    let calls = sglang::short(|calls| &mut calls.info).deadlines;
+    let scene = scene(1, hasty().with_calls(calls));
+    let generate = || scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap_err();
+    scene.fakes[0].fault("POST /generate", Fault::Hang);
+    let error = generate();
+    assert!(matches!(error, Error::Deadline { .. }) && !error.is_no_engine(), "{error}");
+    assert!(scene.fleet.status()[0].up);
+    for call in ["POST /generate", "GET /model_info"] {
+        scene.fakes[0].fault(call, Fault::Hang);
+    }
+    let error = generate();
+    assert!(error.is_no_engine(), "{error}");
+    assert!(!scene.fleet.status()[0].up);
 }
 
 #[test]
@@ -333,4 +364,68 @@ fn fleet_of_which_no_engine_comes_to_a_version_is_behind() {
     let error =
         scene.runtime.block_on(scene.fleet.wait_for_those_up(&label(NEW), Duration::from_millis(300)));
     assert!(matches!(error, Err(Error::Behind { laggards, .. }) if laggards.len() == 2));
+}
+
+#[test]
+fn attach_begins_with_those_that_answer_if_they_are_enough() {
+    let scene = scene(2, patient());
+    scene.fakes[1].kill();
+    assert!(matches!(scene.attach(patient()), Err(Error::Unreachable { .. })), "all, unless told");
+    match scene.attach(patient().with_engines_min(2)) {
+        Err(error @ Error::Unattached { wanted: 2, attached: 1, .. }) => {
+            assert!(error.is_transient() && error.to_string().starts_with("1 of 2 engines"), "{error}");
+            assert!(error.to_string().contains(&scene.fakes[1].address.to_string()), "{error}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let fleet = scene.attach(patient().with_engines_min(1)).unwrap();
+    let urls = || fleet.engines().iter().map(|engine| engine.engine().url().to_owned()).collect::<Vec<_>>();
+    assert!(urls()[0].contains(&scene.fakes[0].address.to_string()) && urls().len() == 1, "{:?}", urls());
+    let status = fleet.status().remove(1);
+    assert!(!status.up && status.failure.is_some(), "{status:?}");
+    scene.fakes[1].restart();
+    scene.fakes[1].engine().set_label(NEW);
+    // Only the one that was away has the version.
+    let generation = scene.runtime.block_on(fleet.generate(request(0), Some(&label(NEW)))).unwrap();
+    assert!(generation.engine.contains(&scene.fakes[1].address.to_string()));
+    assert_eq!(urls().len(), 2);
+}
+
+#[test]
+fn attach_refused_engine_ends_the_start_and_stays_out_later() {
+    let scene = scene(1, patient());
+    let other = Fake::start(&checkpoint(&scene.dir.path().join("b"), 1, 8));
+    let addresses = [&other, &scene.fakes[0]].map(|fake| fake.address.to_string());
+    let expected = Expected::from_checkpoint(&scene.fakes[0].engine().started_with.clone()).unwrap();
+    let options = patient().with_engines_min(1);
+    let attach = || {
+        let keys = Keys::default();
+        scene.runtime.block_on(Fleet::attach(&addresses, &keys, &expected, options.clone()))
+    };
+    assert!(matches!(attach(), Err(Error::Refused { .. })));
+    other.kill();
+    let fleet = attach().unwrap();
+    other.restart();
+    let look = || scene.runtime.block_on(fleet.look()).unwrap().remove(0);
+    until("it is refused", || look().failure.is_some_and(|failure| failure.contains("hidden_size")));
+    assert!(!look().up && fleet.engines().len() == 1);
+}
+
+#[test]
+fn wait_is_patient_with_the_rest_only_once_enough_are_there() {
+    let short = Duration::from_millis(100);
+    let scene = scene(3, patient().with_engines_min(2).with_patience(short));
+    let wait = |deadline| scene.runtime.block_on(scene.fleet.wait_for_those_up(&label(NEW), deadline));
+    scene.fakes[0].engine().set_label(NEW);
+    match wait(Duration::from_millis(500)) {
+        Err(Error::Behind { laggards, .. }) => assert_eq!(laggards.len(), 2, "{laggards:?}"),
+        other => panic!("{other:?}"),
+    }
+    scene.fakes[1].engine().set_label(NEW);
+    // The third never takes the version: this would take the whole deadline, and the test with it.
+    for _ in 0..2 {
+        let behind = wait(Duration::from_secs(3600)).unwrap();
+        let [behind] = behind.as_slice() else { panic!("{behind:?}") };
+        assert!(behind.contains(&scene.fakes[2].address.to_string()) && behind.contains(OLD), "{behind}");
+    }
 }

@@ -309,6 +309,7 @@ pub fn bridge_code(error: &driftless::bridge::Error) -> u8 {
         Bridge::Deadline { .. }
         | Bridge::GivenUp { .. }
         | Bridge::Behind { .. }
+        | Bridge::Unattached { .. }
         | Bridge::Exhausted { .. }
         | Bridge::Group { .. }
         | Bridge::Unreachable { .. } => 4,

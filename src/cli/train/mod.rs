@@ -254,8 +254,11 @@ struct UpdateArgs {
     /// the run.
     #[arg(long)]
     check_weight_update_equal: bool,
-    /// Seconds that an engine may take to come to a new version. The run goes on without one that takes
-    /// longer, or that is down, as long as another is there.
+    /// Engines that must answer before the run starts, and serve a version before it goes on. Once so many do, the run
+    /// waits 10 s for the others, and goes on without them.
+    #[arg(long, default_value_t = 1, value_name = "ENGINES", value_parser = numbers::count::<usize>())]
+    engines_min: usize,
+    /// Seconds that so many engines may take to answer, and to come to a new version, before the run ends.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = numbers::deadline())]
     update_deadline: u64,
     /// Write a training checkpoint after every so many steps.
@@ -503,6 +506,7 @@ impl UpdateArgs {
             .with_check_weight_update_equal(self.check_weight_update_equal)
             .with_compare(self.compare)
             .with_plugin_dir(Some(plugin_dir(std::env::var_os(PLUGIN_DIR))))
+            .with_engines_min(self.engines_min)
             .with_update_deadline(Duration::from_secs(self.update_deadline)))
     }
 }
@@ -512,6 +516,11 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let debug = rollout.debug();
     let store = update.store_or_memory(debug)?;
     rollout.check()?;
+    let engines = rollout.rollout_external_engine_addrs.len();
+    if debug != Debug::TrainOnly && update.engines_min > engines {
+        let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
+        return Err(Error::usage("--engines-min", expected, update.engines_min));
+    }
     if args.learner.is_some() && update.check_weight_update_equal {
         let expected = "no --learner: its bytes are not here; followers compare what is live anyway";
         return Err(Error::usage("--check-weight-update-equal", expected, "both"));

@@ -56,7 +56,7 @@ impl Rollouts {
     pub(super) async fn group(self: Arc<Self>, begun: Begun) -> Group {
         let outcome = match self.make(&begun).await {
             Ok(outcome) => outcome,
-            Err(error) if error.is_no_engine() => Outcome::Returned(error),
+            Err(Error::Bridge(error)) if error.is_no_engine() => Outcome::Returned(error.into()),
             Err(error) => Outcome::Failed(chain_text(&error)),
         };
         Group { begun, outcome }

@@ -1,12 +1,13 @@
-//! From a version in the store to engines that serve it: followers bring it there, or the loop pushes it.
+//! Engines that answer, and from a version in the store to engines that serve it: followers bring it there, or the loop
+//! pushes it.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
-use driftless_bridge::Label;
 use driftless_bridge::activate::Compare;
-use driftless_bridge::fleet::EngineStatus;
+use driftless_bridge::fleet::{EngineStatus, FleetOptions};
+use driftless_bridge::{Expected, Fleet, Label};
 use driftless_store::BoxError;
 use driftless_transport::Snapshot;
 use driftless_transport::gc::{self, GcOptions};
@@ -20,10 +21,41 @@ use crate::push::Version;
 
 /// How long followers may take to write that their engines serve a version.
 const ACK_DEADLINE: Duration = Duration::from_secs(2);
-/// Time between two attempts to push a version that no engine took.
+/// Time between two attempts to attach engines that do not answer.
+const ATTACH_AGAIN: Duration = Duration::from_millis(200);
+/// Time between two attempts to push a version that too few engines took.
 const AGAIN: Duration = Duration::from_secs(1);
 
 impl Session<'_> {
+    /// Attaches the engines once enough of them answer, and gives the others a little longer: they may be starting
+    /// beside this process, or be started again by their supervisor. The fleet attaches later ones when they answer.
+    pub(super) fn attach_those_up(&self, expected: &Expected, options: &FleetOptions) -> Result<Fleet> {
+        let (keys, deadline) = (&self.options.keys, self.options.update_deadline);
+        let (begin, patience) = (Instant::now(), options.patience.min(deadline));
+        let what = "the engines to answer";
+        self.tell(Event::Waiting { what, on: "" });
+        let fleet = self.block_on(async {
+            loop {
+                let addresses = &self.options.rollout_external_engine_addrs;
+                let attached = Fleet::attach(addresses, keys, expected, options.clone()).await;
+                let (time, lacks) = match &attached {
+                    Ok(fleet) => (patience, away(fleet).join("; ")),
+                    Err(error) if error.is_transient() => (deadline, error.to_string()),
+                    Err(_) => return attached,
+                };
+                if lacks.is_empty() || begin.elapsed() >= time {
+                    return attached;
+                }
+                self.tell(Event::Waiting { what, on: &lacks });
+                tokio::time::sleep(ATTACH_AGAIN).await;
+            }
+        })?;
+        for engine in away(&fleet) {
+            tracing::warn!("begins without {engine}");
+        }
+        Ok(fleet)
+    }
+
     /// Brings the fleet to the newest version, of which `metrics` tell, and adds what its followers wrote about it.
     /// Engines are pushed into from `weights`, if they are given.
     pub(super) fn converge(
@@ -134,23 +166,27 @@ impl Session<'_> {
     }
 
     /// Pushes the newest version into the engines that answer, and returns the longest pause. Tries until the deadline
-    /// for updates: an engine may be starting.
+    /// for updates, as long as fewer than have to serve it do: an engine may be starting.
     fn push(&mut self, label: &Label, weights: Option<&(dyn Snapshot + Sync)>) -> Result<Duration> {
         let after = self.options.update_deadline;
-        let end = Instant::now() + after;
+        let (end, wanted) = (Instant::now() + after, self.options.engines_min.max(1));
         loop {
             let engines = self.engines(|engine| engine.up)?;
-            let source = match engines.as_slice() {
-                [] => "no engine answers".into(),
-                engines => match self.push_into(engines, label, weights, end)? {
-                    Ok(pause) => return Ok(pause),
+            let source = if engines.len() < wanted {
+                format!("{} engines answer, where {wanted} have to", engines.len()).into()
+            } else {
+                match self.push_into(&engines, label, weights, end)? {
+                    Ok(pause) => match self.engines(|engine| engine.up && serves(engine, label))?.len() {
+                        there if there >= wanted => return Ok(pause),
+                        there => format!("{there} engines took it, where {wanted} have to").into(),
+                    },
                     Err(error) => error,
-                },
+                }
             };
             if Instant::now() + AGAIN >= end {
                 return Err(Error::Push { label: label.to_string(), after, source });
             }
-            tracing::warn!(%source, %label, "no engine took the version; it is pushed again");
+            tracing::warn!(%source, %label, "too few engines took the version; it is pushed again");
             std::thread::sleep(AGAIN);
         }
     }
@@ -194,6 +230,12 @@ impl Session<'_> {
         let status = self.block_on(self.fleet()?.look())?;
         Ok(status.into_iter().filter(|engine| are(engine)).map(|engine| engine.url).collect())
     }
+}
+
+/// The engines that do not answer, and why.
+fn away(fleet: &Fleet) -> Vec<String> {
+    let away = fleet.status().into_iter().filter(|engine| !engine.up);
+    away.map(|engine| format!("{} ({})", engine.url, engine.failure.unwrap_or_default())).collect()
 }
 
 /// Whether an engine serves the version of this label, or a later one.

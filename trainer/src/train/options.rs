@@ -103,7 +103,9 @@ pub struct TrainOptions {
     pub learn: LearnOptions,
     /// Seed of data and sampling.
     pub seed: u64,
-    /// How long an engine may take to come to a new version.
+    /// How many engines have to answer before the run starts, and to serve a version before it goes on.
+    pub engines_min: usize,
+    /// How long so many may take, until the run ends.
     pub update_deadline: Duration,
     /// How long one generation may take, retries included.
     pub generate_deadline: Duration,
@@ -171,6 +173,7 @@ impl TrainOptions {
             max_skipped_steps: 3,
             learn: LearnOptions::default(),
             seed: 1,
+            engines_min: 1,
             update_deadline: Duration::from_secs(300),
             generate_deadline: Duration::from_secs(600),
         }

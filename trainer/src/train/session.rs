@@ -38,8 +38,6 @@ const CONSUMER: &str = "trainer";
 const LOG: &str = "log";
 /// The directory of the publisher's baseline.
 const BASELINE: &str = "baseline";
-/// Time between two attempts to attach engines that do not answer.
-const ATTACH_AGAIN: Duration = Duration::from_millis(200);
 
 /// A run in progress.
 pub(super) struct Session<'o> {
@@ -251,25 +249,10 @@ impl<'o> Session<'o> {
         let expected = Expected::from_checkpoint(options.start())?;
         let mut fleet_options = FleetOptions::default()
             .with_concurrency(options.server_concurrency)
-            .with_deadline(options.generate_deadline);
+            .with_deadline(options.generate_deadline)
+            .with_engines_min(options.engines_min);
         fleet_options.newest = self.updates.as_ref().map(Updates::newest_in_store);
-        let addresses = &options.rollout_external_engine_addrs;
-        let what = "the engines to answer";
-        self.tell(Event::Waiting { what, on: "" });
-        let fleet = self.runtime.block_on(async {
-            let end = Instant::now() + options.update_deadline;
-            loop {
-                match Fleet::attach(addresses, &options.keys, &expected, fleet_options.clone()).await {
-                    // It may still be starting, or be started again by its supervisor.
-                    Err(error) if error.is_transient() && Instant::now() < end => {
-                        self.tell(Event::Waiting { what, on: &error.to_string() });
-                        tokio::time::sleep(ATTACH_AGAIN).await;
-                    }
-                    attached => return attached,
-                }
-            }
-        });
-        let fleet = Arc::new(fleet?);
+        let fleet = Arc::new(self.attach_those_up(&expected, &fleet_options)?);
         self.tell_outlook(&fleet);
         self.fleet = Some(fleet.clone());
         let observer = self.observer.clone();

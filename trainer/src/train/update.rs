@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use driftless_bridge::engine::LiveWeights;
+use driftless_bridge::engine::{Attached, LiveWeights};
 use driftless_bridge::fleet::Newest;
 use driftless_bridge::{Fleet, Label};
 use driftless_transport::activate::Compared;
@@ -364,8 +364,10 @@ pub(super) async fn check_equal(
     place: &Path,
 ) -> Result<u64> {
     let mut checked = 0;
-    let there = fleet.status().into_iter().map(|engine| engine.up && serves(&engine, label));
-    for (engine, _) in fleet.engines().into_iter().zip(there).filter(|(_, there)| *there) {
+    let mut there = fleet.status();
+    there.retain(|engine| engine.up && serves(engine, label));
+    let is_there = |engine: &Attached| there.iter().any(|there| there.url == engine.engine().url());
+    for engine in fleet.engines().into_iter().filter(is_there) {
         match engine.check_live(&engine.sums(snapshot, place)?).await? {
             LiveWeights::Equal => checked += 1,
             LiveWeights::Unchecked { reason } => {
