@@ -68,7 +68,7 @@ def prepare(root: Path, lengths: list[int]) -> dict:
                 log_probs=random.normal(-12, 0.1, response).astype(np.float32),
                 loss_mask=np.ones(response, np.uint8),
             )
-    ids = {"protocol": 2, "store": store, "run": "run", "run_id": run_id, "model": "policy"}
+    ids = {"protocol": 3, "store": store, "run": "run", "run_id": run_id, "model": "policy"}
     return {**ids, **settings, "save": str(root / "save"), "keep": 1, "log": str(root / "log"), "seed": 1, "temperature": 1.0}
 
 

@@ -91,7 +91,7 @@ class Loop:
 
     def hello(self, **fields) -> dict:
         hello = {
-            "protocol": 2,
+            "protocol": 3,
             "hf_checkpoint": str(self.checkpoint),
             "save": str(self.root / "save"),
             "keep": 2,

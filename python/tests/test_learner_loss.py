@@ -220,6 +220,17 @@ def test_options_that_are_not_sent_are_refused_by_name():
         Options.of(hello)
 
 
+def test_tokens_that_are_too_old_are_not_trained_on():
+    columns = {"tokens": np.arange(6), "log_probs": np.zeros(4), "loss_mask": np.array([1, 1, 0, 1], np.uint8)}
+    log = SimpleNamespace(wait=lambda position, timeout: 1, get=lambda position: SimpleNamespace(prompt_len=2, **columns))
+    given = {"position": 0, "rollout_id": 0, "advantage": 1.0}
+    assert read(log, [given], 64)[0].trained.tolist() == [True, True, False, True]
+    assert read(log, [given | {"stale": 1}], 64)[0].trained.tolist() == [False, True, False, True]
+    assert read(log, [given | {"stale": 9}], 64)[0].trained.tolist() == [False] * 4
+    with pytest.raises(Refused, match="expected `stale`, 0 or more, found -1"):
+        read(log, [given | {"stale": -1}], 64)
+
+
 def test_log_probs_that_are_not_finite_are_refused():
     columns = {"tokens": np.array([1, 2]), "log_probs": np.array([math.nan]), "loss_mask": np.ones(1, np.uint8)}
     log = SimpleNamespace(wait=lambda position, timeout: 1, get=lambda position: SimpleNamespace(prompt_len=1, **columns))

@@ -25,7 +25,7 @@ use crate::error::{Error, Result, io};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::Ledger;
 use crate::metrics::{self, MetricsFile, StepMetrics};
-use crate::options::Debug;
+use crate::options::{Debug, Mode};
 use crate::push::Pusher;
 use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts};
 use crate::seed::first_bits;
@@ -288,7 +288,16 @@ impl<'o> Session<'o> {
                 }
                 outlook => outlook,
             };
-            self.tell(Event::Engine { url: engine.engine().url(), gets: &gets.to_string() });
+            let url = engine.engine().url();
+            self.tell(Event::Engine { url, gets: &gets.to_string() });
+            if self.options.mode != Mode::Synchronous && !engine.identity().spans {
+                tracing::warn!(
+                    engine = url,
+                    "the engine does not say which version drew which token: a reply that an update crosses is thrown \
+                     away and asked for again, so that long answers may never end; generate in turns, or take \
+                     SGLang 0.5.19 or later"
+                );
+            }
         }
     }
 

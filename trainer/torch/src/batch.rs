@@ -279,6 +279,16 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn tokens_that_are_too_old_have_no_part_in_the_loss() {
+        let old = [Sample { stale: 1, ..A }, Sample { stale: 2, ..B }];
+        let batch = Batch::new(&old, &[0.5, 0.25], 10, Device::Cpu).unwrap();
+        assert_eq!(values(&batch.tokens), [5., 6., 7., 9., 3., 4., 2.], "the model still reads them");
+        assert_eq!(values(&batch.labels), [8., 2., 1.]);
+        assert_eq!(values(&batch.rollout_log_probs), [-0.25, 0., 0.]);
+        assert_eq!(token_weights(&old, Reduction::PerToken), [1.0 / 3.0; 2]);
+    }
+
+    #[test]
     fn weights_are_the_means_they_are_named_after() {
         let sibling = Sample { answer: 1, ..A };
         assert_eq!(token_weights(&[A, B], Reduction::PerToken), [0.2, 0.2]);
