@@ -17,21 +17,24 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+/// Of the steps that are not synchronous.
+const STALENESS_MAX: &str = "2";
 /// Steps of a language model take both cores for minutes.
 const RUN_DEADLINE: Duration = Duration::from_secs(600);
 
 #[test]
 fn five_steps_in_bf16() {
     // bf16 has 8 bits of mantissa: log-probs of two implementations differ by some thousandths.
-    five_steps("bfloat16", 1e-2);
+    five_steps("bfloat16", 1e-2, 0);
 }
 
+/// And three more, in which SGLang generates while the trainer learns and patches it.
 #[test]
-fn five_steps_in_f32() {
-    five_steps("float32", 1e-4);
+fn five_steps_in_f32_and_three_of_bounded_staleness() {
+    five_steps("float32", 1e-4, 3);
 }
 
-fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
+fn five_steps(dtype: &str, log_prob_diff_mean_max: f64, bounded: usize) {
     let Some(python) = variable("DRIFTLESS_SGLANG_PYTHON") else { return };
     // One server at a time: each takes a gigabyte and both cores while it starts.
     let _one = common::exclusive();
@@ -39,8 +42,10 @@ fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
     let model = common::cold_start(dir.path(), 20, dtype);
     let task = ["--task", "arithmetic", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"];
     let more = ["--rollout-max-response-len", "8", "--lr", "1e-3"];
-    steps(&python, dir.path(), &model, dtype, 5, |command| command.args(task).args(more));
-    check(dir.path(), 5, log_prob_diff_mean_max);
+    let counts = Counts { synchronous: 5, bounded };
+    steps(&python, dir.path(), &model, dtype, counts, |command| command.args(task).args(more));
+    check(dir.path(), counts, log_prob_diff_mean_max);
+    check_versions(dir.path(), counts);
 }
 
 /// The first run that docs/loop.md describes, with fewer and shorter samples.
@@ -53,13 +58,14 @@ fn language_model_trains_three_steps_on_own_prompts_and_reward() {
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
     let data = ["--input-key", "question", "--label-key", "answer", "--apply-chat-template"];
     let rollout = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--lr", "1e-5"];
-    steps(&python, dir.path(), &model, "bfloat16", 3, |command| {
+    let counts = Counts { synchronous: 3, bounded: 0 };
+    steps(&python, dir.path(), &model, "bfloat16", counts, |command| {
         command.arg("--prompt-data").arg(examples.join("prompts.jsonl")).args(data).args(rollout);
         command.args(["--rollout-max-response-len", "8", "--custom-rm-command"]);
         command.arg(format!("python3 {}", examples.join("reward.py").display()))
     });
     // Thirty layers round thirty times, in another order of sums than ours.
-    check(dir.path(), 3, 1e-1);
+    check(dir.path(), counts, 1e-1);
 }
 
 fn variable(name: &str) -> Option<PathBuf> {
@@ -70,22 +76,35 @@ fn variable(name: &str) -> Option<PathBuf> {
     value
 }
 
+/// Steps of a run: of the first trainer, and of the one that goes on.
+#[derive(Clone, Copy)]
+struct Counts {
+    synchronous: usize,
+    bounded: usize,
+}
+
 /// So many steps with a server, a follower beside it and a trainer; `of` adds what is trained on.
 fn steps(
     python: &Path,
     dir: &Path,
     model: &Path,
     dtype: &str,
-    count: usize,
-    of: impl FnOnce(&mut Command) -> &mut Command,
+    counts: Counts,
+    of: impl Fn(&mut Command) -> &mut Command,
 ) {
     let port = free_port();
     let mut server = Process::start("sglang", dir, &mut server(python, model, port, dtype));
     ready(&mut server, port);
     let mut follower = follow(dir, model, port);
-    let mut command = trainer(dir, model, port, count);
-    of(command.arg("--check-weight-update-equal"));
-    Process::start("trainer", dir, &mut command).within(RUN_DEADLINE).succeed();
+    let run = |count, more: &[&str]| {
+        let mut command = trainer(dir, model, port, count);
+        of(command.arg("--check-weight-update-equal")).args(more);
+        Process::start("trainer", dir, &mut command).within(RUN_DEADLINE).succeed();
+    };
+    run(counts.synchronous, &[]);
+    if counts.bounded > 0 {
+        run(counts.synchronous + counts.bounded, &["--max-staleness", STALENESS_MAX]);
+    }
     assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
     assert!(server.ended().is_none(), "the server ended:\n{}", server.output());
 }
@@ -151,12 +170,44 @@ fn trainer(dir: &Path, model: &Path, port: u16, steps: usize) -> Command {
     command
 }
 
+/// Every token of a step has a version, and none is older than the run allows.
+fn check_versions(dir: &Path, counts: Counts) {
+    let taken = driftless::trainer::ledger::read(&dir.join("rl")).expect("a ledger");
+    let versions = std::fs::read_to_string(dir.join("rl/versions.jsonl")).expect("versions");
+    let made = |version: u64| {
+        let lines =
+            versions.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("a version"));
+        lines
+            .filter(|line| line["version"] == version)
+            .find_map(|line| line["step"].as_u64())
+            .expect("a step")
+    };
+    let log = driftless::buffer::Reader::open(dir.join("rl/log")).expect("a log");
+    let all = (counts.synchronous + counts.bounded) as u64;
+    assert!(taken.keys().copied().eq(0..all), "{taken:?}");
+    let mut oldest = 0;
+    for (step, groups) in taken {
+        for answer in groups.iter().flat_map(|group| group * 4..(group + 1) * 4) {
+            let record = log.sample(answer).expect("no damage").expect("a sample");
+            let mut end = 0;
+            for span in record.spans() {
+                assert_eq!(span.start, end, "a token of answer {answer} has no version");
+                end = span.end;
+                oldest = oldest.max(step - made(span.version));
+            }
+            assert_eq!(end as usize, record.response().len(), "a token of answer {answer} has no version");
+        }
+    }
+    println!("the oldest token was {oldest} steps old");
+    assert_eq!(oldest > 0, counts.bounded > 0, "generation and training overlap");
+}
+
 /// What the trainer recorded of every step.
-fn check(dir: &Path, count: usize, log_prob_diff_mean_max: f64) {
+fn check(dir: &Path, counts: Counts, log_prob_diff_mean_max: f64) {
     let text = std::fs::read_to_string(dir.join("rl/metrics.jsonl")).expect("metrics");
     let steps: Vec<serde_json::Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("a step")).collect();
-    assert_eq!(steps.len(), count);
+    assert_eq!(steps.len(), counts.synchronous + counts.bounded);
     for (index, step) in steps.iter().enumerate() {
         let publication = &step["publication"];
         println!(
@@ -178,6 +229,10 @@ fn check(dir: &Path, count: usize, log_prob_diff_mean_max: f64) {
         assert!(weights >= publication["convergence_ms"].as_f64().expect("a time") && weights < wall);
         assert!(publication["density"].as_f64() > Some(0.0), "the weights moved");
         assert_eq!(publication["engines_checked"], 1, "checksums were compared on the one engine");
+        if index >= counts.synchronous {
+            assert!(step["staleness_max"].as_u64() <= STALENESS_MAX.parse().ok(), "{step}");
+            continue;
+        }
         assert_eq!(step["staleness_max"], 0, "every token's span names the newest version");
         assert!(step["log_prob_diff_mean"].as_f64().expect("a mean") <= log_prob_diff_mean_max);
     }

@@ -253,6 +253,35 @@ async fn prompts_that_changed_while_they_were_in_flight_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn log_without_a_ledger_says_what_its_steps_learned_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let rollouts = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), Echo::default());
+    let running = Running::start(rollouts.clone());
+    for step in 0..2 {
+        take(&rollouts, step).await;
+    }
+    while rollouts.queue.batch(2).is_none() {
+        rollouts.queue.wait().await;
+    }
+    running.stop().await;
+    let policy = Policy { mode: Mode::Synchronous, batch: GROUPS, steps: u64::MAX };
+    let open = |step, taken: &[(u64, Vec<u64>)]| {
+        Queue::open(policy, &rollouts.log.reader(), SAMPLES, step, taken.iter().cloned().collect())
+    };
+    // Two steps are in the checkpoint, and the third one's groups are whole.
+    let queue = open(2, &[]);
+    assert_eq!((queue.batch(1), queue.batch(2)), (Some(vec![3, 4, 5]), Some(vec![6, 7, 8])));
+    assert_eq!(queue.finished(), 3);
+    // The next start finds a line of what this one did.
+    let queue = open(3, &[(2, vec![6, 7, 8])]);
+    assert_eq!((queue.batch(1), queue.batch(2)), (Some(vec![3, 4, 5]), Some(vec![6, 7, 8])));
+    assert_eq!((queue.batch(3), queue.finished()), (None, 0));
+    // What the log has lost is replaced.
+    let queue = open(2, &[(0, vec![0, 1, 2]), (1, vec![3, 4, 5]), (2, vec![6, 7, 99])]);
+    assert_eq!(queue.batch(2), Some(vec![6, 7, 8]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn more_answers_than_ids_have_room_for_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mut rollouts = rollouts(dir.path(), task(dir.path(), &["a"; 3], 0), Echo::default());

@@ -65,7 +65,8 @@ pub(super) struct Order {
 
 impl Queue {
     /// The groups that a log has, with `answers` answers each, in a run of which `step` steps are done and `taken` says
-    /// what each learned from. A log of a release without a ledger says by itself which step its groups are of.
+    /// what each learned from. A log of a release without a ledger says by itself which step its groups are of, before
+    /// the first that `taken` names.
     #[must_use]
     pub fn open(
         policy: Policy,
@@ -79,10 +80,9 @@ impl Queue {
         let done = log.prompts(PromptState::Done).into_iter();
         let kept = done.filter(|record| PromptNote::of(record).dropped.is_none());
         let mut accepted: BTreeMap<u64, u64> = kept.map(|record| seat_of(&record)).collect();
-        if taken.is_empty() {
-            for (group, seat) in accepted.iter().filter(|(_, seat)| **seat < step) {
-                taken.entry(*seat).or_default().push(*group);
-            }
+        let first = taken.keys().next().copied().unwrap_or(step);
+        for (group, seat) in accepted.iter().filter(|(_, seat)| **seat < first) {
+            taken.entry(*seat).or_default().push(*group);
         }
         let is_whole = |group: &u64| parts::group(log, *group, answers).is_some();
         // What the log has lost is not learned from again; other groups take its place.

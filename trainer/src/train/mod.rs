@@ -285,8 +285,10 @@ impl Session<'_> {
         let last = self.step == self.options.num_rollout;
         let is_active = self.queue()?.is_active();
         let due = last || self.step.is_multiple_of(self.options.update_weights_interval);
+        let interval = self.options.eval_interval;
+        let measured = last || (interval > 0 && self.step.is_multiple_of(interval));
         // A step that is only done again needs no engine: the next one has its groups.
-        if due && !self.queue()?.has_taken(self.step) {
+        if due && (measured || !self.queue()?.has_taken(self.step)) {
             let begin = Instant::now();
             step.publication = self.publish()?;
             // Without a rollout under way, an engine that stands still holds up nothing else.
@@ -298,8 +300,7 @@ impl Session<'_> {
         if bounded {
             self.go_on()?;
         }
-        let interval = self.options.eval_interval;
-        if last || (interval > 0 && self.step.is_multiple_of(interval)) {
+        if measured {
             step.eval = self.evaluate(self.step)?;
         }
         if !bounded {
