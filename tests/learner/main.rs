@@ -143,8 +143,8 @@ impl Stage {
         run.oldest("policy").expect("a number").0
     }
 
-    /// What a run leaves behind that nothing, or anything, has happened to.
-    fn check(&self, what: &str) {
+    /// What a run leaves behind that nothing, or anything, has happened to. Returns its newest version.
+    fn check(&self, what: &str) -> u64 {
         let text = std::fs::read_to_string(self.at("rl/metrics.jsonl")).expect("metrics");
         let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a step"));
         let steps: Vec<_> = lines.map(|step| step["rollout_id"].as_u64()).collect();
@@ -174,12 +174,13 @@ impl Stage {
                 "{what}: tensor {at}"
             );
         }
+        newest.version.0
     }
 }
 
 /// One run in which the learner meets `faults`, and the loop is killed at `point`, if at any, and started
-/// again.
-fn play(faults: &str, point: Option<&str>, flags: &[&str]) {
+/// again. Returns its newest version.
+fn play(faults: &str, point: Option<&str>, flags: &[&str]) -> u64 {
     let what = format!("learner {faults:?}, loop {point:?}, {flags:?}");
     println!("{what}");
     let stage = Stage::new(flags);
@@ -194,7 +195,7 @@ fn play(faults: &str, point: Option<&str>, flags: &[&str]) {
     }
     Process::start("trainer", stage.dir.path(), &mut command).succeed();
     assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
-    stage.check(&what);
+    stage.check(&what)
 }
 
 #[test]
@@ -218,9 +219,9 @@ fn learner_killed_anywhere_learns_from_every_sample_once() {
     ] {
         play(faults, None, &[]);
     }
-    // Steps behind the last checkpoint are learned again from the log.
-    play("step:4:killed_after", None, &["--save-interval", "2"]);
-    play("step:3:kill", None, &["--save-interval", "20", "--train-async"]);
+    // Steps behind the last checkpoint are learned again from the log. No engine needs their weights again.
+    assert_eq!(play("step:4:killed_after", None, &["--save-interval", "2"]), STEPS);
+    assert_eq!(play("step:3:kill", None, &["--save-interval", "20", "--train-async"]), STEPS);
 }
 
 #[test]

@@ -32,6 +32,8 @@ const GROUPS: u64 = 3;
 struct Echo {
     asked: AtomicU64,
     stuck_from: Option<u64>,
+    /// So many requests find no engine.
+    away: u64,
 }
 
 #[async_trait]
@@ -42,6 +44,14 @@ impl Engines for Echo {
         _minimum: Option<&Label>,
     ) -> driftless_bridge::Result<Generation> {
         let asked = self.asked.fetch_add(1, Ordering::SeqCst);
+        if asked < self.away {
+            let after = Duration::from_secs(1);
+            return Err(driftless_bridge::Error::Exhausted {
+                rid: request.rid.to_string(),
+                after,
+                attempts: vec![],
+            });
+        }
         if self.stuck_from.is_some_and(|stuck| asked >= stuck) {
             std::future::pending::<()>().await;
         }
@@ -250,6 +260,51 @@ async fn prompts_that_changed_while_they_were_in_flight_are_refused() {
     let second = rollouts(dir.path(), task(dir.path(), &["a"; 6], 5), Echo::default());
     let words = second.run().await.unwrap_err().to_string();
     assert!(words.contains("prompt 0") && words.contains("prompts.jsonl:1"), "{words}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_that_are_away_cost_no_prompt() {
+    let dir = tempfile::tempdir().unwrap();
+    // The first request of each of two groups: its other one is given up.
+    let echo = Echo { away: 2, ..Echo::default() };
+    let rollouts = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), echo);
+    let running = Running::start(rollouts.clone());
+    let (groups, since) = take(&rollouts, 0).await;
+    assert_eq!((groups, since.dropped), (vec![0, 1, 2], Dropped::default()));
+    running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_that_stay_away_end_the_run_and_leave_its_prompts() {
+    let dir = tempfile::tempdir().unwrap();
+    let echo = Echo { away: u64::MAX, ..Echo::default() };
+    let first = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), echo);
+    let error = first.clone().run().await.unwrap_err();
+    assert!(matches!(error, Error::Bridge(driftless_bridge::Error::Exhausted { .. })), "{error}");
+    assert_eq!(first.log.reader().prompts(PromptState::InFlight).len() as u64, GROUPS);
+    while Arc::strong_count(&first) > 1 {
+        tokio::task::yield_now().await;
+    }
+    drop(first);
+    let second = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), Echo::default());
+    let running = Running::start(second.clone());
+    assert_eq!(take(&second, 0).await.0, [0, 1, 2]);
+    running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_that_are_left_out_end_no_run_that_gets_on() {
+    let dir = tempfile::tempdir().unwrap();
+    // Of 63 groups 10 fail and 50 are filtered: more than a quarter of three, and than 16 for each of them.
+    let mut labels = vec!["a"];
+    labels.extend(["same", "same", "fail", "same", "same", "same"].repeat(10));
+    labels.extend(["b"; 9]);
+    let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), Echo::default());
+    let running = Running::start(rollouts.clone());
+    let (groups, since) = take(&rollouts, 0).await;
+    assert_eq!(groups, [0, 61, 62]);
+    assert_eq!(since.dropped, Dropped { failed: 10, filtered: 50, too_old: 0 });
+    running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

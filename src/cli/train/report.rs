@@ -39,8 +39,13 @@ pub(crate) struct Summary {
     pub(crate) pause_ms_median: f64,
     pub(crate) pause_ms_max: f64,
     pub(crate) convergence_ms_median: f64,
-    /// Share of the steps' time that weights cost; `None` of a run whose steps did not tell.
+    /// Shares of the steps' time in which groups were under way, the learner computed, and weights cost something;
+    /// `None` of a run whose steps did not tell.
+    pub(crate) generation_share: Option<f64>,
+    pub(crate) learner_share: Option<f64>,
     pub(crate) weights_share: Option<f64>,
+    /// Share of the response tokens that were too old to be trained on.
+    pub(crate) too_old_share: f64,
     pub(crate) staleness_mean: f64,
     pub(crate) staleness_max: u64,
     pub(crate) log_prob_diff_mean: f64,
@@ -72,7 +77,13 @@ impl Summary {
             pause_ms_median: median_of(|p| p.pause_ms),
             pause_ms_max: published.iter().filter_map(|p| p.pause_ms).fold(0.0, f64::max),
             convergence_ms_median: median_of(|p| Some(p.convergence_ms)),
-            weights_share: weights_share(steps),
+            generation_share: share(steps, |step| step.generate_ms),
+            learner_share: share(steps, |step| step.train_ms),
+            weights_share: share(steps, |step| step.weights_ms),
+            too_old_share: {
+                let tokens = |of: fn(&StepMetrics) -> u64| steps.iter().map(of).sum::<u64>();
+                tokens(|step| step.tokens_too_old) as f64 / tokens(|step| step.response_tokens).max(1) as f64
+            },
             staleness_mean: mean(steps.iter().map(|s| s.staleness_mean)),
             staleness_max: steps.iter().map(|s| s.staleness_max).max().unwrap_or(0),
             log_prob_diff_mean: mean(steps.iter().map(|s| s.stats.log_prob_diff_mean)),
@@ -125,13 +136,27 @@ impl Summary {
             ("prepare", median(self.prepare_ms_median, "fetch and apply it on the slowest host")),
             ("pause", format!("{pause:.1} ms median, {longest:.1} ms longest  (an engine did not generate)")),
             ("update", median(self.convergence_ms_median, "from its commit until all engines serve it")),
-            ("staleness", format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max)),
+            ("staleness", self.staleness()),
         ];
-        if let Some(share) = self.weights_share {
-            let what = "publishing, waiting for a version, engines that stood still";
-            rows.push(("weights", format!("{:.1} % of the time  ({what})", 100.0 * share)));
+        let shares = [
+            ("generation", self.generation_share, "some group was under way"),
+            ("learner", self.learner_share, "it computed"),
+            ("weights", self.weights_share, "publishing, waiting for a version, engines that stood still"),
+        ];
+        for (label, share, what) in shares {
+            let row = |share: f64| (label, format!("{:.1} % of the time  ({what})", 100.0 * share));
+            rows.extend(share.map(row));
         }
         rows
+    }
+
+    fn staleness(&self) -> String {
+        let mut text = format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max);
+        if self.too_old_share > 0.0 {
+            // Writing to a string cannot fail.
+            let _ = write!(text, ", {:.2} % of the tokens too old to train on", 100.0 * self.too_old_share);
+        }
+        text
     }
 
     /// The table for a terminal.
@@ -280,12 +305,12 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
     if count == 0 { 0.0 } else { sum / count as f64 }
 }
 
-/// The share of the time of steps that weights cost, of the steps that tell both.
-fn weights_share(steps: &[StepMetrics]) -> Option<f64> {
-    let (weights, wall) = steps
-        .iter()
-        .fold((0.0, 0.0), |(weights, wall), step| (weights + step.weights_ms, wall + step.wall_ms));
-    (wall > 0.0).then(|| weights / wall)
+/// The share of the time of steps that something took, of the steps that tell both. Generation of a batch may begin
+/// before its step does.
+fn share(steps: &[StepMetrics], of: fn(&StepMetrics) -> f64) -> Option<f64> {
+    let (part, wall) =
+        steps.iter().fold((0.0, 0.0), |(part, wall), step| (part + of(step), wall + step.wall_ms));
+    (wall > 0.0).then(|| (part / wall).min(1.0))
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
