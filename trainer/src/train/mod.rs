@@ -296,16 +296,10 @@ impl Session<'_> {
             let beside = pause_ms.filter(|_| is_active).unwrap_or_default();
             step.weights_ms = milliseconds(begin.elapsed()) + beside;
         }
-        let bounded = matches!(self.options.mode, Mode::Bounded { .. });
-        if bounded {
-            self.go_on()?;
-        }
         if measured {
             step.eval = self.evaluate(self.step)?;
         }
-        if !bounded {
-            self.go_on()?;
-        }
+        self.go_on()?;
         step.completed_at_ms = metrics::unix_us(SystemTime::now()) / 1000;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
@@ -346,6 +340,10 @@ impl Session<'_> {
                 (PublicationMetrics { encode_publish_ms, ..recorded }, None)
             }
         };
+        if let Mode::Bounded { .. } = self.options.mode {
+            // Groups of the next step need not wait for the slowest engine.
+            self.go_on()?;
+        }
         let mut metrics = self.converge(metrics, snapshot.as_deref())?;
         if let Some(snapshot) = snapshot.filter(|_| self.options.check_weight_update_equal) {
             let label = self.newest_label()?;
