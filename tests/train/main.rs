@@ -67,6 +67,13 @@ fn bounded_staleness_takes_each_group_once_and_no_older_token() {
         let too_old = step["tokens_too_old"].as_u64().expect("tokens");
         assert_eq!(ages.sum::<u64>() + too_old, step["response_tokens"].as_u64().expect("tokens"), "{step}");
     }
+    let told = steps.iter().flat_map(|step| {
+        let waited = step["publication"]["convergence_ms"].as_f64().map(|_| &step["publication"]);
+        waited.into_iter().chain(step["converged"].as_array().into_iter().flatten())
+    });
+    let mut told: Vec<_> = told.map(|version| version["version"].as_u64().expect("a number")).collect();
+    told.sort_unstable();
+    assert_eq!(told, [1, 2, 3, 4, 5, 6, 7, 8], "of each version, when engines served it");
     let taken = driftless_trainer::ledger::read(&stage.dir.join("rl")).expect("a ledger");
     assert!(taken.keys().copied().eq(0..8) && taken.values().all(|groups| groups.len() as u64 == GROUPS));
     let mut groups: Vec<u64> = taken.into_values().flatten().collect();

@@ -89,6 +89,9 @@ pub struct StepMetrics {
     pub weights_ms: f64,
     /// The version published after this step, if one was.
     pub publication: Option<PublicationMetrics>,
+    /// Versions of steps before that engines have come to since, where the loop does not wait for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub converged: Vec<Converged>,
     /// What was measured on held-out prompts after this step, if it was time.
     pub eval: Option<EvalMetrics>,
 }
@@ -176,6 +179,17 @@ impl StepStats {
     }
 }
 
+/// A version that engines came to beside the loop.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Converged {
+    /// Its number.
+    pub version: u64,
+    /// From its commit until every engine that answers served it.
+    pub convergence_ms: f64,
+    /// Engines that were gone on without.
+    pub engines_behind: u64,
+}
+
 /// One publication and what became of it on the hosts.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PublicationMetrics {
@@ -207,8 +221,10 @@ pub struct PublicationMetrics {
     /// Longest time for which an engine did not generate because of this version, if that was told in time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_ms: Option<f64>,
-    /// From commit until every engine served the version.
-    pub convergence_ms: f64,
+    /// From commit until every engine served the version. Absent where the loop went on before: a later step has it
+    /// among those that [`StepMetrics::converged`] tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub convergence_ms: Option<f64>,
     /// The phases of this version on each host, by its follower's name, and of earlier ones that were told of since the
     /// step before.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]

@@ -76,7 +76,11 @@ impl Summary {
             prepare_ms_median: median_of(|p| p.prepare_ms),
             pause_ms_median: median_of(|p| p.pause_ms),
             pause_ms_max: published.iter().filter_map(|p| p.pause_ms).fold(0.0, f64::max),
-            convergence_ms_median: median_of(|p| Some(p.convergence_ms)),
+            convergence_ms_median: {
+                let waited = published.iter().filter_map(|published| published.convergence_ms);
+                let beside = steps.iter().flat_map(|step| &step.converged).map(|came| came.convergence_ms);
+                median(waited.chain(beside).collect())
+            },
             generation_share: share(steps, |step| step.generate_ms),
             learner_share: share(steps, |step| step.train_ms),
             weights_share: share(steps, |step| step.weights_ms),

@@ -181,7 +181,7 @@ fn describe(step: &StepMetrics, of: u64) -> String {
     );
     // Writing to a string cannot fail.
     if let Some(published) = &step.publication {
-        let update = seconds(published.encode_publish_ms + published.convergence_ms);
+        let update = seconds(published.encode_publish_ms + published.convergence_ms.unwrap_or_default());
         let _ = write!(line, " update {update:.1} s v{}", published.version);
         if published.engines_behind > 0 {
             let _ = write!(line, " without {} engines", published.engines_behind);
@@ -210,7 +210,7 @@ mod tests {
         let publication = PublicationMetrics {
             version: 13,
             encode_publish_ms: 150.0,
-            convergence_ms: 260.0,
+            convergence_ms: Some(260.0),
             ..Default::default()
         };
         StepMetrics {

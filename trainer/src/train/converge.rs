@@ -67,23 +67,26 @@ impl Session<'_> {
         let label = self.newest_label()?;
         let (pushed, behind) = self.bring(&label, weights)?;
         metrics.engines_behind = behind;
-        metrics.convergence_ms = update::milliseconds(begin.elapsed());
-        let version = driftless_transport::Version(metrics.version);
-        if let Some(updates) = &mut self.updates {
-            match updates.acknowledged(version, ACK_DEADLINE) {
-                Ok(told) => {
-                    (metrics.prepare_ms, metrics.pause_ms) = (told.prepare_ms, told.pause_ms);
-                    (metrics.not_compared, metrics.hosts) = (told.not_compared, told.hosts);
-                }
-                Err(error) => tracing::warn!(%error, %label, "what its followers wrote cannot be read"),
-            }
-        }
+        metrics.convergence_ms = Some(update::milliseconds(begin.elapsed()));
+        self.hear(&mut metrics, &label, ACK_DEADLINE);
         if let (Some(why), Compare::Require) = (&metrics.not_compared, self.options.compare) {
             return Err(Error::NotCompared { label: label.to_string(), why: why.clone() });
         }
         metrics.pause_ms = update::longer(metrics.pause_ms, pushed.map(update::milliseconds));
         self.collect_old();
         Ok(metrics)
+    }
+
+    /// Adds what followers wrote about a version, and waits so long for those that have it.
+    pub(super) fn hear(&mut self, metrics: &mut PublicationMetrics, label: &Label, deadline: Duration) {
+        let Some(updates) = &mut self.updates else { return };
+        match updates.acknowledged(driftless_transport::Version(metrics.version), deadline) {
+            Ok(told) => {
+                (metrics.prepare_ms, metrics.pause_ms) = (told.prepare_ms, told.pause_ms);
+                (metrics.not_compared, metrics.hosts) = (told.not_compared, told.hosts);
+            }
+            Err(error) => tracing::warn!(%error, %label, "what its followers wrote cannot be read"),
+        }
     }
 
     /// Has engines serve `label`, and returns the longest pause if they were pushed into, and how many engines the loop
@@ -125,13 +128,18 @@ impl Session<'_> {
                 }
             }
         });
-        let (run, store) = (&self.options.run, &self.options.store_url);
-        waited.map_err(|source| match source {
+        waited.map_err(|source| self.not_followed(source))
+    }
+
+    /// Why engines do not come to a version: mostly there are no followers of this run.
+    pub(super) fn not_followed(&self, source: driftless_bridge::Error) -> Error {
+        match source {
             behind @ driftless_bridge::Error::Behind { .. } => {
-                Error::NotFollowed { run: run.clone(), store: store.clone(), source: Box::new(behind) }
+                let (run, store) = (self.options.run.clone(), self.options.store_url.clone());
+                Error::NotFollowed { run, store, source: Box::new(behind) }
             }
             other => other.into(),
-        })
+        }
     }
 
     /// Says what an engine does instead of serving `label`. One that serves no version of the run has no follower, or
@@ -152,7 +160,7 @@ impl Session<'_> {
 
     /// Removes the versions that no follower needs any more, beside the loop. What one collection leaves, the next one
     /// removes.
-    fn collect_old(&mut self) {
+    pub(super) fn collect_old(&mut self) {
         let (Some(keep), Some(updates)) = (self.options.keep_versions, &self.updates) else { return };
         if self.collection.as_ref().is_some_and(|running| !running.is_finished()) {
             return;

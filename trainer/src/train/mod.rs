@@ -1,5 +1,6 @@
 //! The RL loop: generate, learn, save, publish, again.
 
+mod coming;
 mod converge;
 mod learn;
 mod options;
@@ -290,7 +291,7 @@ impl Session<'_> {
         // A step that is only done again needs no engine: the next one has its groups.
         if due && (measured || !self.queue()?.has_taken(self.step)) {
             let begin = Instant::now();
-            step.publication = self.publish()?;
+            step.publication = self.publish(measured)?;
             // Without a rollout under way, an engine that stands still holds up nothing else.
             let pause_ms = step.publication.as_ref().and_then(|publication| publication.pause_ms);
             let beside = pause_ms.filter(|_| is_active).unwrap_or_default();
@@ -300,6 +301,8 @@ impl Session<'_> {
             step.eval = self.evaluate(self.step)?;
         }
         self.go_on()?;
+        self.look_at_coming()?;
+        step.converged = std::mem::take(&mut self.converged);
         step.completed_at_ms = metrics::unix_us(SystemTime::now()) / 1000;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
@@ -314,8 +317,9 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Publishes the policy, unless the newest version is this step's already, and waits for the fleet.
-    fn publish(&mut self) -> Result<Option<PublicationMetrics>> {
+    /// Publishes the policy, unless the newest version is this step's already, and waits for the fleet where something
+    /// asks it for that version.
+    fn publish(&mut self, is_measured: bool) -> Result<Option<PublicationMetrics>> {
         if let Some(version) = self.published_already()? {
             let recorded = self.updates()?.recorded(version)?;
             let label = self.newest_label()?;
@@ -343,6 +347,9 @@ impl Session<'_> {
         if let Mode::Bounded { .. } = self.options.mode {
             // Groups of the next step need not wait for the slowest engine.
             self.go_on()?;
+        }
+        if self.goes_on_before_engines(is_measured) {
+            return self.let_come(metrics).map(Some);
         }
         let mut metrics = self.converge(metrics, snapshot.as_deref())?;
         if let Some(snapshot) = snapshot.filter(|_| self.options.check_weight_update_equal) {

@@ -1,5 +1,6 @@
 //! What a run of the loop holds while it runs, and how it is opened or taken up again.
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
+use super::coming::Coming;
 use super::record::{Data, RunRecord};
 use super::update::{self, Updates};
 use super::versions::Versions;
@@ -24,7 +26,7 @@ use super::{Event, Observer, TrainOptions, options};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::Ledger;
-use crate::metrics::{self, MetricsFile, StepMetrics};
+use crate::metrics::{self, Converged, MetricsFile, StepMetrics};
 use crate::options::{Debug, Mode};
 use crate::push::Pusher;
 use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts};
@@ -71,6 +73,10 @@ pub(super) struct Session<'o> {
     pub(super) saved: u64,
     /// When the step before was complete, or the loop began.
     pub(super) complete_at: Instant,
+    /// Versions that engines are coming to, the oldest first.
+    pub(super) coming: VecDeque<Coming>,
+    /// Those that they have come to since the last step was recorded.
+    pub(super) converged: Vec<Converged>,
     /// The last step of an interrupted run, saved but perhaps not published or recorded.
     pub(super) unfinished: Option<StepMetrics>,
     /// The removal of old versions that was begun last.
@@ -125,6 +131,8 @@ impl<'o> Session<'o> {
             step: 0,
             saved: 0,
             complete_at: Instant::now(),
+            coming: VecDeque::new(),
+            converged: Vec::new(),
             unfinished: None,
             collection: None,
         };

@@ -111,7 +111,10 @@ impl Session<'_> {
                     self.generation = None;
                     rollout::finished(ended)??;
                 }
-                None => self.bring_back(&mut refused)?,
+                None => {
+                    self.look_at_coming()?;
+                    self.bring_back(&mut refused)?;
+                }
             }
         }
     }
