@@ -1,7 +1,7 @@
 //! `driftless log`, on logs made by the crate.
 
-use crate::common::{driftless, json, output, run};
-use driftless_buffer::{Identity, Log, Options, Position, PromptState, Reader, Sample, Scalars};
+use crate::common::{code, driftless, json, output, run};
+use driftless_buffer::{Identity, Kind, Log, Options, Position, PromptState, Reader, Sample, Scalars};
 use std::path::Path;
 use std::process::Output;
 
@@ -209,6 +209,48 @@ fn show_prints_prompts_answers_rewards_and_labels_of_a_step() {
     let absent = log(&["show", text(&run_dir), "--step", "9"]);
     let told = String::from_utf8_lossy(&absent.stderr).into_owned();
     assert!(absent.status.code() == Some(2) && told.contains("from 6 to 7"), "{told}");
+}
+
+/// With bounded staleness a step may learn from groups that were begun for another.
+#[test]
+fn show_finds_the_samples_of_a_step_by_the_ledger() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let root = run_dir.join("log");
+    let identity = Reader::open(&root).expect("a log").identity().expect("a segment").clone();
+    let log = Log::open(&root, Options::new(identity)).expect("a log");
+    for (number, rollout_id) in [(1, 8), (2, 9)] {
+        let scalars = Scalars { group_id: number, rollout_id, status: 1, ..Scalars::default() };
+        let prompt = Scalars { sample_id: number, ..scalars };
+        let prompt = Sample {
+            kind: Kind::Prompt,
+            scalars: prompt,
+            prompt_len: 2,
+            tokens: &[0, 1],
+            ..Sample::default()
+        };
+        let sample = Sample {
+            scalars: Scalars { sample_id: 10 + number, reward: number as f32, ..scalars },
+            prompt_len: 2,
+            tokens: &[0, 1, 2],
+            log_probs: &[-1.0],
+            loss_mask: &[1],
+            ..Sample::default()
+        };
+        log.append_all(&[sample, prompt]).expect("a disk");
+    }
+    log.close().expect("a disk");
+    std::fs::write(
+        run_dir.join("ledger.jsonl"),
+        "{\"step\":8,\"groups\":[2]}\n{\"step\":9,\"groups\":[1]}\n",
+    )
+    .expect("a file");
+    for (step, reward) in [(8, 2.0), (9, 1.0)] {
+        let shown = json(driftless().args(["log", "show", "--step", &step.to_string()]).arg(&run_dir));
+        assert_eq!((&shown["step"], &shown["reward"]), (&step.into(), &reward.into()));
+    }
+    let (status, told) = code(driftless().args(["log", "show", "--step", "7"]).arg(&run_dir));
+    assert!(status == Some(2) && told.contains("from 8 to 9"), "{told}");
 }
 
 #[test]
