@@ -7,8 +7,7 @@ mod route;
 mod wait;
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use derive_setters::Setters;
@@ -17,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label, Rid};
+use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
 use crate::kinds::connect;
@@ -26,7 +25,7 @@ use member::{LOOK_EVERY, Member, Standing};
 use newest::Known;
 pub use newest::Newest;
 pub use route::Route;
-use route::{View, choose};
+use route::{Router, View};
 use wait::{Bounds, Seen, Verdict, judge};
 
 /// Longest wait for an engine to become free before the fleet is looked at again.
@@ -95,7 +94,7 @@ pub struct Fleet {
     members: Vec<Arc<Member>>,
     vocabulary: u64,
     options: FleetOptions,
-    turn: AtomicUsize,
+    router: Mutex<Router>,
     freed: Notify,
 }
 
@@ -134,7 +133,8 @@ impl Fleet {
             return Err(Error::Unattached { wanted, attached, away });
         }
         let vocabulary = expected.config.vocabulary;
-        Ok(Self { members, vocabulary, options, turn: AtomicUsize::default(), freed: Notify::default() })
+        let router = Mutex::new(Router::new(options.route, options.concurrency));
+        Ok(Self { members, vocabulary, options, router, freed: Notify::default() })
     }
 
     /// The engines that were attached, as they were last.
@@ -185,7 +185,7 @@ impl Fleet {
         request.validate(Some(self.vocabulary))?;
         let mut left = self.options.deadline;
         loop {
-            let Some(lease) = self.lease(request.rid, minimum, &mut left).await else {
+            let Some(lease) = self.lease(&request, minimum, &mut left).await else {
                 return Err(self.exhausted(&request));
             };
             let begin = Instant::now();
@@ -248,9 +248,14 @@ impl Fleet {
 
     /// Waits for an engine that may take the request and has room. Time without one that may take it is taken
     /// from `left`; `None` when that is used up.
-    async fn lease(&self, rid: Rid, minimum: Option<&Label>, left: &mut Duration) -> Option<Lease<'_>> {
+    async fn lease(
+        &self,
+        request: &GenerateRequest,
+        minimum: Option<&Label>,
+        left: &mut Duration,
+    ) -> Option<Lease<'_>> {
         while !left.is_zero() {
-            if let Some(lease) = self.try_lease(rid, minimum) {
+            if let Some(lease) = self.try_lease(request, minimum) {
                 return Some(lease);
             }
             let begin = Instant::now();
@@ -265,22 +270,17 @@ impl Fleet {
         None
     }
 
-    fn try_lease(&self, rid: Rid, minimum: Option<&Label>) -> Option<Lease<'_>> {
+    fn try_lease(&self, request: &GenerateRequest, minimum: Option<&Label>) -> Option<Lease<'_>> {
+        // Held until the place is counted: the next request of a group sees where this one went.
+        let mut router = self.router.lock().unwrap_or_else(PoisonError::into_inner);
         let view = |member: &Arc<Member>| {
             let state = member.state();
             View { eligible: state.may_take(minimum), in_flight: state.in_flight }
         };
         let views: Vec<View> = self.members.iter().map(view).collect();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let concurrency = self.options.concurrency.max(1);
-        let member = &self.members[choose(self.options.route, &views, concurrency, turn)?];
-        let mut state = member.state();
-        // Another task may have taken the last place since the view.
-        if state.in_flight >= concurrency {
-            return None;
-        }
-        state.in_flight += 1;
-        Some(Lease::new(member.clone(), &self.freed, rid))
+        let member = &self.members[router.choose(&views, request.affinity)?];
+        member.state().in_flight += 1;
+        Some(Lease::new(member.clone(), &self.freed, request.rid))
     }
 
     fn exhausted(&self, request: &GenerateRequest) -> Error {

@@ -63,7 +63,7 @@ fn hasty() -> FleetOptions {
 
 fn request(sample: u64) -> GenerateRequest {
     let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
-    GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1, 2], sampling }
+    GenerateRequest::new(Rid::new(1, sample), vec![1, 2], sampling)
 }
 
 fn label(text: &str) -> Label {
@@ -284,6 +284,27 @@ fn concurrency_is_bounded_per_engine() {
         let most = fake.engine().most_generating;
         assert_eq!(most, 3);
     }
+}
+
+#[test]
+fn samples_of_a_group_go_to_one_engine_and_groups_to_all() {
+    let scene = scene(2, patient());
+    // Nothing is answered before every place is taken.
+    scene.fakes.iter().for_each(|fake| fake.engine().set_paused(true));
+    let all = (0..24).map(|sample| {
+        let fleet = scene.fleet.clone();
+        let request = request(sample).with_affinity(sample / 4);
+        scene.runtime.spawn(async move { fleet.generate(request, None).await.unwrap().engine })
+    });
+    let all: Vec<_> = all.collect();
+    let generating = || scene.fakes.iter().map(|fake| fake.engine().generating).sum::<usize>();
+    until("all are under way", || generating() == 24);
+    scene.fakes.iter().for_each(|fake| fake.engine().set_paused(false));
+    let engines: Vec<_> = all.into_iter().map(|sample| scene.runtime.block_on(sample).unwrap()).collect();
+    for group in engines.chunks(4) {
+        assert!(group.iter().all(|engine| *engine == group[0]), "{engines:?}");
+    }
+    assert!(engines.iter().any(|engine| *engine != engines[0]), "{engines:?}");
 }
 
 #[test]
