@@ -50,6 +50,11 @@ impl Router {
         Self { route, concurrency: concurrency.max(1), turn: 0, recent: Recent::default() }
     }
 
+    /// Whether one more request may be under way on an engine.
+    pub(super) fn has_room(&self, in_flight: usize) -> bool {
+        in_flight < self.concurrency
+    }
+
     /// The engine for the next request, or `None` when each is out of the question or full.
     pub(super) fn choose(&mut self, views: &[View], affinity: Option<u64>) -> Option<usize> {
         let last = affinity.and_then(|affinity| self.recent.engines.get(&affinity).copied());
