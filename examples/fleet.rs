@@ -32,7 +32,7 @@ fn main() -> Result<()> {
         let fleet = Fleet::attach(engines, &Keys::default(), &expected, FleetOptions::default()).await?;
         for sample in 0..4 {
             let sampling = SamplingParams { max_new_tokens: 16, ..SamplingParams::default() };
-            let request = GenerateRequest { rid: Rid::new(0, sample), input_ids: vec![1, 2, 3], sampling };
+            let request = GenerateRequest::new(Rid::new(0, sample), vec![1, 2, 3], sampling);
             let sample = fleet.generate(request, Some(&label)).await?;
             println!("{:?} of {:?} from {}", sample.output_ids, sample.spans, sample.engine);
         }

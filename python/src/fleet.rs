@@ -183,7 +183,7 @@ impl Fleet {
     ) -> PyResult<Request> {
         let minimum = min_version.map(|label| label.parse::<Label>()).transpose().map_err(error::bridge)?;
         let rid = Rid::new(self.scope, self.next.fetch_add(1, Ordering::Relaxed));
-        let request = GenerateRequest { rid, input_ids, sampling: sampling.into() };
+        let request = GenerateRequest::new(rid, input_ids, sampling.into());
         let mut waiting = Waiting(Some(done));
         // A handle may be the last one, whose drop waits for threads that wait for the interpreter.
         py.detach(move || {

@@ -186,6 +186,7 @@ for line in sys.stdin:
         engines: &Echo,
         minimum: None,
         sample: 7,
+        group: 7,
         rid: Rid::new(1, 7),
         sampling: SamplingParams::default(),
         max_context_len: None,

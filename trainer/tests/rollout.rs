@@ -5,7 +5,7 @@
 
 use async_trait::async_trait;
 use driftless_bridge::engine::Finish;
-use driftless_bridge::{GenerateRequest, Generation, Label, SamplingParams};
+use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
 use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState, Sample, Scalars};
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
@@ -17,10 +17,10 @@ use driftless_trainer::rollout::{
 };
 use driftless_trainer::sample::{Answer, Engines};
 use driftless_trainer::tasks::{Prompts, Task, tiny};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::task::JoinHandle;
 
@@ -34,6 +34,8 @@ struct Echo {
     stuck_from: Option<u64>,
     /// So many requests find no engine.
     away: u64,
+    /// Samples by affinity.
+    groups: Arc<Mutex<BTreeMap<u64, HashSet<Rid>>>>,
 }
 
 #[async_trait]
@@ -52,6 +54,8 @@ impl Engines for Echo {
                 attempts: vec![],
             });
         }
+        let affinity = request.affinity.unwrap();
+        self.groups.lock().unwrap().entry(affinity).or_default().insert(request.rid);
         if self.stuck_from.is_some_and(|stuck| asked >= stuck) {
             std::future::pending::<()>().await;
         }
@@ -159,10 +163,14 @@ impl Running {
 async fn groups_that_fail_or_are_filtered_are_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let labels = ["a", "fail", "b", "same", "c", "d", "e", "f", "g", "h", "i"];
-    let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), Echo::default());
+    let echo = Echo::default();
+    let asked = echo.groups.clone();
+    let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), echo);
     let running = Running::start(rollouts.clone());
     let (groups, since) = take(&rollouts, 0).await;
     assert_eq!(groups, [0, 2, 4]);
+    let first: HashSet<_> = (0..SAMPLES).map(|sample| Rid::new(1, sample)).collect();
+    assert_eq!(asked.lock().unwrap()[&0], first, "the affinity of a group is its number");
     assert_eq!(since.dropped, Dropped { failed: 1, filtered: 1, too_old: 0 });
     let (groups, since) = take(&rollouts, 1).await;
     assert_eq!((groups, since.dropped, since.kept), (vec![5, 6, 7], Dropped::default(), 3));
@@ -358,7 +366,9 @@ async fn a_reward_that_never_comes_ends_the_rollout_with_its_reason() {
 async fn measuring_gives_mean_reward_and_pass_rate_and_logs_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let labels = ["a", "same", "fail", "b"];
-    let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), Echo::default());
+    let echo = Echo::default();
+    let groups = echo.groups.clone();
+    let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), echo);
     let set = EvalSet {
         name: "test".into(),
         task: rollouts.task.clone(),
@@ -369,5 +379,7 @@ async fn measuring_gives_mean_reward_and_pass_rate_and_logs_nothing() {
     let measured = rollouts.clone().measure(&set, None).await.unwrap();
     assert_eq!((measured.prompts, measured.failed, measured.pass), (3, 1, Some(0.75)));
     assert!((measured.reward - 4.0 / 6.0).abs() < 1e-9, "{measured:?}");
+    let samples: Vec<_> = groups.lock().unwrap().values().map(HashSet::len).collect();
+    assert_eq!(samples, [SAMPLES as usize; 4], "samples of a prompt have one affinity");
     assert_eq!(rollouts.log.reader().next_prompt(), 0);
 }

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use derive_setters::Setters;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -87,7 +88,9 @@ impl Default for SamplingParams {
 }
 
 /// One sample to generate.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct GenerateRequest {
     /// The request's id.
     pub rid: Rid,
@@ -95,9 +98,18 @@ pub struct GenerateRequest {
     pub input_ids: Vec<i32>,
     /// How to draw.
     pub sampling: SamplingParams,
+    /// Requests with the same number begin with the same tokens. A fleet keeps them on one engine, whose cache then
+    /// has the prompt; engines do not see it.
+    pub affinity: Option<u64>,
 }
 
 impl GenerateRequest {
+    /// A request that shares its prompt with no other.
+    #[must_use]
+    pub fn new(rid: Rid, input_ids: Vec<i32>, sampling: SamplingParams) -> Self {
+        Self { rid, input_ids, sampling, affinity: None }
+    }
+
     /// A greedy request of our own, which ends with `max_new_tokens` only.
     pub(crate) fn probe(input_ids: Vec<i32>, max_new_tokens: u32) -> Self {
         let sampling = SamplingParams {
@@ -106,7 +118,7 @@ impl GenerateRequest {
             ignore_eos: true,
             ..SamplingParams::default()
         };
-        Self { rid: Rid::probe(), input_ids, sampling }
+        Self::new(Rid::probe(), input_ids, sampling)
     }
 
     /// Refuses what an engine would misbehave on. A token id outside the vocabulary ends a CPU engine's
@@ -225,11 +237,8 @@ mod tests {
     use super::*;
 
     fn request() -> GenerateRequest {
-        GenerateRequest {
-            rid: Rid::new(1, 2),
-            input_ids: vec![1],
-            sampling: SamplingParams { max_new_tokens: 4, ..Default::default() },
-        }
+        let sampling = SamplingParams { max_new_tokens: 4, ..Default::default() };
+        GenerateRequest::new(Rid::new(1, 2), vec![1], sampling)
     }
 
     #[test]

@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::Notify;
-
 use super::member::{LOOK_EVERY, Member};
 use crate::engine::{Finish, GenerateRequest, Generation, Label, Rid};
 use crate::error::{Error, Result};
@@ -15,10 +13,12 @@ const DUPLICATE: &str = "Duplicate request ID";
 
 /// A place on an engine, given back when dropped; a request that was sent and not answered by then is
 /// aborted.
-pub(super) struct Lease<'a> {
+#[derive(Debug)]
+pub(super) struct Lease {
     member: Arc<Member>,
-    freed: &'a Notify,
     rid: Rid,
+    /// What is left of the sample's time.
+    pub(super) left: Duration,
     unanswered: bool,
 }
 
@@ -32,21 +32,17 @@ pub(super) enum Attempt {
     Again(String),
 }
 
-impl<'a> Lease<'a> {
-    /// The place, already counted.
-    pub(super) fn new(member: Arc<Member>, freed: &'a Notify, rid: Rid) -> Self {
-        Self { member, freed, rid, unanswered: false }
+impl Lease {
+    /// Takes a place that is free.
+    pub(super) fn new(member: Arc<Member>, rid: Rid, left: Duration) -> Self {
+        member.state().in_flight += 1;
+        Self { member, rid, left, unanswered: false }
     }
 
-    pub(super) async fn attempt(
-        mut self,
-        request: &GenerateRequest,
-        minimum: Option<&Label>,
-        left: Duration,
-    ) -> Attempt {
+    pub(super) async fn attempt(mut self, request: &GenerateRequest, minimum: Option<&Label>) -> Attempt {
         self.unanswered = true;
-        let Ok(outcome) = tokio::time::timeout(left, self.generate(request)).await else {
-            return self.late(left).await;
+        let Ok(outcome) = tokio::time::timeout(self.left, self.generate(request)).await else {
+            return self.late(self.left).await;
         };
         self.unanswered = matches!(outcome, Err(Error::Deadline { .. }));
         match outcome {
@@ -96,7 +92,7 @@ impl<'a> Lease<'a> {
     /// Learns from a reply what its engine serves.
     fn note(&self, generation: Generation) -> Generation {
         if let Some(newest) = generation.spans.last() {
-            self.member.state().serving = Some(newest.label.clone());
+            self.member.serves(newest.label.clone());
         }
         generation
     }
@@ -107,10 +103,9 @@ impl<'a> Lease<'a> {
     }
 }
 
-impl Drop for Lease<'_> {
+impl Drop for Lease {
     fn drop(&mut self) {
-        self.member.state().in_flight -= 1;
-        self.freed.notify_one();
+        self.member.freed();
         if let (true, Ok(runtime)) = (self.unanswered, tokio::runtime::Handle::try_current()) {
             let (member, rid) = (self.member.clone(), self.rid);
             runtime.spawn(async move {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use driftless_store::chain_text;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::newest::Known;
@@ -23,6 +24,8 @@ pub(super) struct Member {
     pub(super) expected: Expected,
     /// Absent where any version will do.
     known: Option<Arc<Known>>,
+    /// Notified after it may have become one that can take a request.
+    stirred: Arc<Notify>,
     state: Mutex<Standing>,
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
 }
@@ -54,8 +57,13 @@ pub(super) struct Standing {
 
 impl Member {
     /// The engine, which is out until it is attached.
-    pub(super) fn new(engine: Arc<dyn Engine>, expected: Expected, known: Option<Arc<Known>>) -> Self {
-        Self { engine, expected, known, state: Mutex::default(), looking: Arc::default() }
+    pub(super) fn new(
+        engine: Arc<dyn Engine>,
+        expected: Expected,
+        known: Option<Arc<Known>>,
+        stirred: Arc<Notify>,
+    ) -> Self {
+        Self { engine, expected, known, stirred, state: Mutex::default(), looking: Arc::default() }
     }
 
     /// Attaches the engine.
@@ -142,6 +150,20 @@ impl Member {
         let mut state = self.state();
         (state.up, state.serving) = (true, answer.serving);
         state.identity = answer.identity.or(state.identity.take());
+        drop(state);
+        self.stirred.notify_one();
+    }
+
+    /// A reply says that it serves this.
+    pub(super) fn serves(&self, label: String) {
+        self.state().serving = Some(label);
+        self.stirred.notify_one();
+    }
+
+    /// A request is no longer under way.
+    pub(super) fn freed(&self) {
+        self.state().in_flight -= 1;
+        self.stirred.notify_one();
     }
 
     /// Takes the engine out until it is attached again.
@@ -154,6 +176,12 @@ impl Member {
 }
 
 impl Standing {
+    /// Only what routing goes by.
+    pub(super) fn for_routing(&self) -> Self {
+        let Self { up, in_flight, .. } = *self;
+        Self { up, in_flight, serving: self.serving.clone(), ..Self::default() }
+    }
+
     /// Whether the engine is up, and serves this version or a later one of its run; any will do where none is asked
     /// for.
     pub(super) fn may_take(&self, minimum: Option<&Label>) -> bool {

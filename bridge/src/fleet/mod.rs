@@ -3,21 +3,22 @@
 mod lease;
 mod member;
 mod newest;
+mod places;
+mod queue;
 mod route;
 mod wait;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use derive_setters::Setters;
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label, Rid};
+use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
 use crate::kinds::connect;
@@ -25,12 +26,11 @@ use lease::{Attempt, Lease};
 use member::{LOOK_EVERY, Member, Standing};
 use newest::Known;
 pub use newest::Newest;
+use queue::{Queue, Waiter};
 pub use route::Route;
-use route::{View, choose};
+use route::Router;
 use wait::{Bounds, Seen, Verdict, judge};
 
-/// Longest wait for an engine to become free before the fleet is looked at again.
-const RECHECK: Duration = Duration::from_millis(100);
 /// How much longer than enough engines the others are waited for, unless told.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -95,8 +95,8 @@ pub struct Fleet {
     members: Vec<Arc<Member>>,
     vocabulary: u64,
     options: FleetOptions,
-    turn: AtomicUsize,
-    freed: Notify,
+    /// Asks for places.
+    ask: mpsc::Sender<Waiter>,
 }
 
 impl Fleet {
@@ -114,7 +114,8 @@ impl Fleet {
         expected: &Expected,
         options: FleetOptions,
     ) -> Result<Self> {
-        let members = members(addresses, keys, expected, &options)?;
+        let stirred = Arc::new(Notify::new());
+        let members = members(addresses, keys, expected, &options, &stirred)?;
         let attach = |member: &Arc<Member>| {
             let member = member.clone();
             tokio::spawn(async move { member.attach().await })
@@ -134,7 +135,9 @@ impl Fleet {
             return Err(Error::Unattached { wanted, attached, away });
         }
         let vocabulary = expected.config.vocabulary;
-        Ok(Self { members, vocabulary, options, turn: AtomicUsize::default(), freed: Notify::default() })
+        let queue = Queue::new(Router::new(options.route, options.concurrency));
+        let ask = places::start(members.clone(), queue, stirred);
+        Ok(Self { members, vocabulary, options, ask })
     }
 
     /// The engines that were attached, as they were last.
@@ -173,10 +176,13 @@ impl Fleet {
     /// and a version that was not published ([`FleetOptions::newest`]). The sample is then tried again, elsewhere or
     /// once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
     ///
+    /// Requests get places in the order in which they asked. One that no engine may take yet does not hold up those
+    /// behind it. The runtime that attached the fleet has to run meanwhile: a task of it gives the places.
+    ///
     /// # Errors
     /// [`Error::Exhausted`] with every engine's last failure; [`Error::Deadline`] of an engine that still answers, and
     /// generated until the fleet's deadline; [`Error::Request`] and [`Error::Status`] for requests that no engine would
-    /// take.
+    /// take; [`Error::SetUp`] if the runtime that attached the fleet is shut down.
     pub async fn generate(
         &self,
         mut request: GenerateRequest,
@@ -185,11 +191,12 @@ impl Fleet {
         request.validate(Some(self.vocabulary))?;
         let mut left = self.options.deadline;
         loop {
-            let Some(lease) = self.lease(request.rid, minimum, &mut left).await else {
+            let Some(lease) = self.lease(&request, minimum, left).await? else {
                 return Err(self.exhausted(&request));
             };
             let begin = Instant::now();
-            match lease.attempt(&request, minimum, left).await {
+            left = lease.left;
+            match lease.attempt(&request, minimum).await {
                 Attempt::Done(generation) => return Ok(generation),
                 Attempt::Over(error) => return Err(error),
                 Attempt::Again(reason) => tracing::debug!(rid = %request.rid, reason, "attempt thrown away"),
@@ -248,39 +255,20 @@ impl Fleet {
 
     /// Waits for an engine that may take the request and has room. Time without one that may take it is taken
     /// from `left`; `None` when that is used up.
-    async fn lease(&self, rid: Rid, minimum: Option<&Label>, left: &mut Duration) -> Option<Lease<'_>> {
-        while !left.is_zero() {
-            if let Some(lease) = self.try_lease(rid, minimum) {
-                return Some(lease);
-            }
-            let begin = Instant::now();
-            let lacking = |member: &&Arc<Member>| !member.state().may_take(minimum);
-            self.members.iter().filter(lacking).for_each(|member| member.clone().look_aside());
-            // Somebody freeing a place wakes one of us; engines that catch up do not, hence the bound.
-            let _ = tokio::time::timeout(RECHECK.min(*left), self.freed.notified()).await;
-            if self.members.iter().all(|member| lacking(&member)) {
-                *left = left.saturating_sub(begin.elapsed());
-            }
+    async fn lease(
+        &self,
+        request: &GenerateRequest,
+        minimum: Option<&Label>,
+        left: Duration,
+    ) -> Result<Option<Lease>> {
+        if left.is_zero() {
+            return Ok(None);
         }
-        None
-    }
-
-    fn try_lease(&self, rid: Rid, minimum: Option<&Label>) -> Option<Lease<'_>> {
-        let view = |member: &Arc<Member>| {
-            let state = member.state();
-            View { eligible: state.may_take(minimum), in_flight: state.in_flight }
-        };
-        let views: Vec<View> = self.members.iter().map(view).collect();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let concurrency = self.options.concurrency.max(1);
-        let member = &self.members[choose(self.options.route, &views, concurrency, turn)?];
-        let mut state = member.state();
-        // Another task may have taken the last place since the view.
-        if state.in_flight >= concurrency {
-            return None;
-        }
-        state.in_flight += 1;
-        Some(Lease::new(member.clone(), &self.freed, rid))
+        let (rid, minimum, affinity) = (request.rid, minimum.cloned(), request.affinity);
+        let (answer, lease) = oneshot::channel();
+        let waiter = Waiter { rid, minimum, affinity, left, counted: Instant::now(), answer };
+        self.ask.send(waiter).await.map_err(Error::set_up("a task of the fleet"))?;
+        Ok(lease.await.ok())
     }
 
     fn exhausted(&self, request: &GenerateRequest) -> Error {
@@ -299,6 +287,7 @@ fn members(
     keys: &Keys,
     expected: &Expected,
     options: &FleetOptions,
+    stirred: &Arc<Notify>,
 ) -> Result<Vec<Arc<Member>>> {
     let known = options.newest.clone().map(|newest| Arc::new(Known::new(newest)));
     // Each attempt has what is left of the sample's time, which no call cuts short.
@@ -306,7 +295,7 @@ fn members(
     let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
     let member = |address: &String| {
         let engine = connect(address, client.clone())?;
-        Ok(Arc::new(Member::new(engine, expected.clone(), known.clone())))
+        Ok(Arc::new(Member::new(engine, expected.clone(), known.clone(), stirred.clone())))
     };
     let members = addresses.iter().map(member).collect::<Result<Vec<_>>>()?;
     let urls: BTreeSet<_> = members.iter().map(|member| member.engine.url()).collect();

@@ -155,11 +155,8 @@ mod tests {
     use crate::engine::Rid;
 
     fn request() -> GenerateRequest {
-        GenerateRequest {
-            rid: Rid::new(1, 2),
-            input_ids: vec![1],
-            sampling: SamplingParams { max_new_tokens: 4, ..Default::default() },
-        }
+        let sampling = SamplingParams { max_new_tokens: 4, ..Default::default() };
+        GenerateRequest::new(Rid::new(1, 2), vec![1], sampling)
     }
 
     fn reply(meta: &str) -> Result<Generation, Mismatch> {

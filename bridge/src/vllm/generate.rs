@@ -147,7 +147,7 @@ mod tests {
 
     fn request() -> GenerateRequest {
         let sampling = SamplingParams { max_new_tokens: 2, ..SamplingParams::default() };
-        GenerateRequest { rid: Rid::new(1, 2), input_ids: vec![1, 3], sampling }
+        GenerateRequest::new(Rid::new(1, 2), vec![1, 3], sampling)
     }
 
     /// A sound reply, with one thing changed by its JSON pointer.

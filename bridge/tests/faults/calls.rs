@@ -105,10 +105,7 @@ fn each_call_carries_the_key_of_its_level() {
         client.model_info().await.unwrap();
         client.flush_cache().await.unwrap();
         let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
-        client
-            .generate(&GenerateRequest { rid: Rid::new(0, 0), input_ids: vec![1], sampling })
-            .await
-            .unwrap();
+        client.generate(&GenerateRequest::new(Rid::new(0, 0), vec![1], sampling)).await.unwrap();
     });
     let seen = fake.engine().keys.clone();
     let key = |path: &str| seen.iter().find(|(at, _)| at == path).unwrap().1.clone().unwrap();

@@ -126,7 +126,7 @@ impl Scene {
         let mut asked: Vec<usize> = (first..first + 6)
             .map(|sample| {
                 let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
-                let request = GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1], sampling };
+                let request = GenerateRequest::new(Rid::new(1, sample), vec![1], sampling);
                 let generation =
                     self.runtime.block_on(self.fleet.generate(request, Some(&self.labels[version]))).unwrap();
                 let of = |host: &Host| generation.engine.contains(&host.engine.address.to_string());

@@ -63,7 +63,7 @@ fn hasty() -> FleetOptions {
 
 fn request(sample: u64) -> GenerateRequest {
     let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
-    GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1, 2], sampling }
+    GenerateRequest::new(Rid::new(1, sample), vec![1, 2], sampling)
 }
 
 fn label(text: &str) -> Label {
@@ -287,6 +287,27 @@ fn concurrency_is_bounded_per_engine() {
 }
 
 #[test]
+fn samples_of_a_group_go_to_one_engine_and_groups_to_all() {
+    let scene = scene(2, patient());
+    // Nothing is answered before every place is taken.
+    scene.fakes.iter().for_each(|fake| fake.engine().set_paused(true));
+    let all = (0..24).map(|sample| {
+        let fleet = scene.fleet.clone();
+        let request = request(sample).with_affinity(sample / 4);
+        scene.runtime.spawn(async move { fleet.generate(request, None).await.unwrap().engine })
+    });
+    let all: Vec<_> = all.collect();
+    let generating = || scene.fakes.iter().map(|fake| fake.engine().generating).sum::<usize>();
+    until("all are under way", || generating() == 24);
+    scene.fakes.iter().for_each(|fake| fake.engine().set_paused(false));
+    let engines: Vec<_> = all.into_iter().map(|sample| scene.runtime.block_on(sample).unwrap()).collect();
+    for group in engines.chunks(4) {
+        assert!(group.iter().all(|engine| *engine == group[0]), "{engines:?}");
+    }
+    assert!(engines.iter().any(|engine| *engine != engines[0]), "{engines:?}");
+}
+
+#[test]
 fn an_abandoned_request_is_aborted_on_its_engine() {
     let scene = scene(1, patient());
     scene.fakes[0].fault("POST /generate", Fault::Hang);
@@ -335,6 +356,56 @@ fn samples_that_queue_for_a_busy_engine_are_not_late() {
         scene.runtime.block_on(sample).unwrap().unwrap();
     }
     assert!(begin.elapsed() > deadline, "the last one waited for longer than a sample may take");
+}
+
+#[test]
+fn thousand_requests_that_wait_are_each_asked_once() {
+    let scene = scene(1, patient().with_concurrency(4));
+    let all = (0..1000).map(|sample| {
+        let fleet = scene.fleet.clone();
+        scene.runtime.spawn(async move { fleet.generate(request(sample), None).await })
+    });
+    for (number, sample) in all.collect::<Vec<_>>().into_iter().enumerate() {
+        let generation = scene.runtime.block_on(sample).unwrap().unwrap();
+        assert_eq!(generation.rid, Rid::new(1, number as u64));
+    }
+    let engine = scene.fakes[0].engine();
+    assert_eq!(engine.keys.iter().filter(|(path, _)| path == "/generate").count(), 1000);
+    assert!(engine.most_generating <= 4);
+}
+
+#[test]
+fn request_that_lacks_an_engine_does_not_hold_up_the_next() {
+    let scene = scene(1, patient().with_concurrency(1));
+    scene.runtime.block_on(async {
+        let new = label(NEW);
+        let mut first = std::pin::pin!(scene.fleet.generate(request(0), Some(&new)));
+        for sample in 1..20 {
+            tokio::select! {
+                biased;
+                early = &mut first => panic!("{early:?}"),
+                next = scene.fleet.generate(request(sample), None) => assert!(next.is_ok(), "{next:?}"),
+            }
+        }
+        scene.fakes[0].engine().set_label(NEW);
+        assert_eq!(first.await.unwrap().spans[0].label, NEW);
+    });
+}
+
+#[test]
+fn request_that_is_given_up_while_it_waits_leaves_its_turn() {
+    let scene = scene(1, patient().with_concurrency(1));
+    scene.fakes[0].fault("POST /generate", Fault::Hang);
+    let ask = |sample| {
+        let fleet = scene.fleet.clone();
+        scene.runtime.spawn(async move { fleet.generate(request(sample), None).await })
+    };
+    let first = ask(0);
+    until("it has the place", || scene.fleet.status()[0].in_flight > 0);
+    let (second, third) = (ask(1), ask(2));
+    second.abort();
+    first.abort();
+    assert_eq!(scene.runtime.block_on(third).unwrap().unwrap().rid, Rid::new(1, 2));
 }
 
 #[test]

@@ -209,7 +209,7 @@ fn fleet(vllm: &Vllm, others: &[&Fake], path: &std::path::Path) -> (Runtime, Arc
 
 fn request(sample: u64) -> GenerateRequest {
     let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
-    GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1, 2], sampling }
+    GenerateRequest::new(Rid::new(1, sample), vec![1, 2], sampling)
 }
 
 #[test]

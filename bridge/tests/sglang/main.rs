@@ -86,8 +86,7 @@ fn activation_under_load() {
         for (sample, (manifest, checkpoint)) in manifests.iter().zip(&checkpoints).enumerate() {
             let sampling =
                 SamplingParams { max_new_tokens: 30, ignore_eos: true, ..SamplingParams::default() };
-            let request =
-                GenerateRequest { rid: Rid::new(7, sample as u64), input_ids: vec![1, 2, 3], sampling };
+            let request = GenerateRequest::new(Rid::new(7, sample as u64), vec![1, 2, 3], sampling);
             let busy = runtime.spawn({
                 let fleet = fleet.clone();
                 async move { fleet.generate(request, None).await }
@@ -139,11 +138,7 @@ fn what_would_end_the_server_is_refused_and_it_lives_on() {
     let fleet = fleet(&runtime, &subject);
     let expected = Expected::from_checkpoint(&subject.first).unwrap();
     let outside = i32::try_from(expected.config.vocabulary).unwrap();
-    let request = GenerateRequest {
-        rid: Rid::new(8, 0),
-        input_ids: vec![outside],
-        sampling: SamplingParams::default(),
-    };
+    let request = GenerateRequest::new(Rid::new(8, 0), vec![outside], SamplingParams::default());
     assert!(matches!(runtime.block_on(fleet.generate(request, None)), Err(Error::Request { .. })));
     runtime.block_on(subject.client.health()).unwrap();
 }
@@ -195,6 +190,6 @@ fn a_version_of_nan_is_fenced_and_the_next_one_is_loaded() {
     let status = runtime.block_on(fleet(&runtime, &subject).look()).unwrap();
     assert_eq!(status[0].serving.as_ref(), Some(&labels[1]));
     let sampling = SamplingParams { max_new_tokens: 4, ignore_eos: true, ..SamplingParams::default() };
-    let request = GenerateRequest { rid: Rid::new(9, 0), input_ids: vec![1, 2, 3], sampling };
+    let request = GenerateRequest::new(Rid::new(9, 0), vec![1, 2, 3], sampling);
     assert_eq!(runtime.block_on(subject.client.generate(&request)).unwrap().output_ids.len(), 4);
 }

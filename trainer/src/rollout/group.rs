@@ -70,7 +70,7 @@ impl Rollouts {
             if let Some(parts) = self.logged(*number, answer) {
                 return Ok(Drawn { answer, parts, at: SystemTime::UNIX_EPOCH, is_logged: true });
             }
-            let turn = self.turn(answer, &self.options.sampling, minimum.as_ref(), false);
+            let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), false);
             let parts = self.task.generate(prompt, &turn).await?;
             Ok::<_, Error>(Drawn { answer, parts, at: SystemTime::now(), is_logged: false })
         });

@@ -84,8 +84,8 @@ impl Rollouts {
         let prompt = set.task.source.prompt(number).await?;
         let drawn = (0..set.samples).map(|index| {
             // Evaluation ids count down from u64::MAX, so that they never meet a rollout's.
-            let sample = u64::MAX - (number * set.samples + index);
-            let turn = self.turn(sample, &set.sampling, minimum.as_ref(), true);
+            let (group, sample) = (u64::MAX - number, u64::MAX - (number * set.samples + index));
+            let turn = self.turn(group, sample, &set.sampling, minimum.as_ref(), true);
             let (task, prompt) = (&set.task, &prompt);
             async move {
                 let made = task.generate(prompt, &turn).await?;

@@ -222,9 +222,10 @@ impl Rollouts {
         }
     }
 
-    /// How one sample is to be generated.
+    /// How one sample of a group is to be generated.
     fn turn<'a>(
         &'a self,
+        group: u64,
         sample: u64,
         sampling: &SamplingParams,
         minimum: Option<&'a Label>,
@@ -235,6 +236,7 @@ impl Rollouts {
             engines: &*self.engines,
             minimum,
             sample,
+            group,
             rid: Rid::new(self.options.scope, sample),
             sampling: SamplingParams { sampling_seed, ..sampling.clone() },
             max_context_len: self.options.rollout_max_context_len,

@@ -40,6 +40,8 @@ pub struct Turn<'a> {
     pub minimum: Option<&'a Label>,
     /// Number of the sample.
     pub sample: u64,
+    /// Shared by the samples of one prompt, whose requests go to one engine while it has room.
+    pub group: u64,
     /// Id of its requests, which are made one after another.
     pub rid: Rid,
     /// How tokens are drawn.
@@ -95,7 +97,7 @@ impl Turn<'_> {
                 retractions: 0,
             });
         }
-        let request = GenerateRequest { rid: self.rid, input_ids, sampling };
+        let request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);
         Ok(self.engines.generate(request, self.minimum).await?)
     }
 }
