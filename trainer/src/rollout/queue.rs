@@ -110,7 +110,9 @@ impl Queue {
     pub fn published(&self, step: u64, label: Option<Label>) {
         let mut state = self.state();
         state.schedule.see(Seen::Published(if label.is_some() { step } else { u64::MAX }));
-        state.published.retain(|(_, known)| Some(known) != label.as_ref());
+        // No seat is before the step that is next.
+        let oldest = state.schedule.trained().saturating_sub(self.mode.max_staleness());
+        state.published.retain(|(made, known)| *made >= oldest && Some(known) != label.as_ref());
         state.published.extend(label.map(|label| (step, label)));
         self.for_generation.notify_one();
     }

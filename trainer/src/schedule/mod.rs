@@ -173,6 +173,11 @@ impl Schedule {
         (self.accepted.len() as u64).min(self.policy.batch)
     }
 
+    /// Optimiser steps that are done.
+    pub(crate) fn trained(&self) -> u64 {
+        self.trained
+    }
+
     /// Whether a group is under way.
     pub(crate) fn is_active(&self) -> bool {
         !self.running.is_empty()
