@@ -15,6 +15,7 @@ pub mod learner;
 pub mod link;
 #[cfg(feature = "log")]
 pub mod log;
+#[cfg(any(feature = "log", feature = "servers"))]
 pub mod odd;
 pub mod ports;
 #[cfg(feature = "servers")]
