@@ -271,6 +271,21 @@ async fn prompts_that_changed_while_they_were_in_flight_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn group_that_is_too_old_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let rollouts = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), Echo::default());
+    let running = Running::start(rollouts.clone());
+    while rollouts.queue.batch(0).is_none() {
+        rollouts.queue.wait().await;
+    }
+    rollouts.queue.leave_out(1);
+    assert_eq!(rollouts.queue.batch(0), None);
+    let (groups, since) = take(&rollouts, 0).await;
+    assert_eq!((groups, since.dropped), (vec![0, 2, 3], Dropped { failed: 0, filtered: 0, too_old: 1 }));
+    running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn engines_that_are_away_cost_no_prompt() {
     let dir = tempfile::tempdir().unwrap();
     // The first request of each of two groups: its other one is given up.

@@ -235,6 +235,13 @@ mod tests {
     }
 
     #[test]
+    fn group_is_stale_once_no_token_of_it_is_young_enough() {
+        let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
+        let is_stale = |max| ages(&[(3, 3), (4, 2)], max).is_stale(&groups[0]);
+        assert_eq!([None, Some(3), Some(2), Some(1)].map(is_stale), [false, false, false, true]);
+    }
+
+    #[test]
     fn tokens_of_an_unknown_version_have_no_staleness() {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
         let mut step = StepMetrics::default();

@@ -33,7 +33,7 @@ impl Ages {
     }
 
     /// Whether all that there was to train on in a group is too old.
-    fn is_stale(&self, group: &Group) -> bool {
+    pub(super) fn is_stale(&self, group: &Group) -> bool {
         let trained = |record: &Record, stale| Sample { stale, ..Sample::of(record, 0.0) }.trained();
         let mut records = group.records.iter();
         records.clone().any(|record| self.stale(record) > 0)
