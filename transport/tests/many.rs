@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -69,16 +70,27 @@ impl Work {
     }
 }
 
-/// Lives both lives and compares them.
+/// Lives both lives and compares them. What other machines' work adds to a tick differs from life to life, so a phase
+/// that is too long is lived again: what grows faster than the tensors does so each time.
 fn compare(live: fn(usize) -> Work) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let (few, many) = (live(TENSORS / TIMES), live(TENSORS));
-    for ((phase, few), (_, many)) in few.0.iter().zip(&many.0) {
-        println!("{phase}: {few} and {many} ticks");
+    let mut too_long = BTreeSet::new();
+    for life in 0..3 {
+        let (few, many) = (live(TENSORS / TIMES), live(TENSORS));
+        let phases = few.0.iter().zip(&many.0).map(|((phase, few), (_, many))| (*phase, *few, *many));
+        let mut longer = BTreeSet::new();
+        for (phase, few, many) in phases {
+            println!("life {life}, {phase}: {few} and {many} ticks");
+            if many > MOST * few + SLACK {
+                longer.insert(phase);
+            }
+        }
+        too_long = if life == 0 { longer } else { too_long.intersection(&longer).copied().collect() };
+        if too_long.is_empty() {
+            return;
+        }
     }
-    for ((phase, few), (_, many)) in few.0.iter().zip(&many.0) {
-        assert!(*many <= MOST * few + SLACK, "{phase}: {few} ticks for a tenth of it, {many} for all");
-    }
+    panic!("more than {MOST} times the work for {TIMES} times the tensors, in three lives: {too_long:?}");
 }
 
 fn path(dir: &tempfile::TempDir, name: &str) -> PathBuf {
