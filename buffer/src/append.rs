@@ -64,7 +64,7 @@ pub(crate) fn plan(shape: &Shape) -> Result<Plan> {
     if u32::try_from(tokens).is_err() {
         return Err(invalid(format!("{tokens} tokens")));
     }
-    let scored = if shape.kind == Kind::Prompt { 0 } else { shape.response };
+    let scored = if matches!(shape.kind, Kind::Prompt | Kind::Score) { 0 } else { shape.response };
     let mut sizes = vec![
         (ColumnId::TOKENS, Element::I32, tokens),
         (ColumnId::LOG_PROBS, Element::F32, scored),

@@ -45,6 +45,10 @@ pub struct Stat {
     pub partials: u64,
     /// Prompt records.
     pub prompts: u64,
+    /// Scores of answers.
+    pub scores: u64,
+    /// Samples of evaluations.
+    pub evaluations: u64,
     /// Positions without a record: given up, or lost in a crash before they were acknowledged.
     pub empty: u64,
     /// Acknowledged records that were found damaged.
@@ -116,6 +120,8 @@ impl Stat {
         match (entry.state, Kind::from_code(entry.kind)) {
             (EntryState::Record, Some(Kind::Prompt)) => self.prompts += 1,
             (EntryState::Record, Some(Kind::Partial)) => self.partials += 1,
+            (EntryState::Record, Some(Kind::Score)) => self.scores += 1,
+            (EntryState::Record, Some(Kind::Sample)) if !entry.is_of_group() => self.evaluations += 1,
             (EntryState::Record, _) => {
                 self.samples += 1;
                 self.tokens += u64::from(entry.tokens);

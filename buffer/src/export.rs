@@ -20,7 +20,7 @@ use crate::position::hex;
 use crate::position::{Identity, Position};
 use crate::reader::Reader;
 use crate::record::Record;
-use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, VersionSpan};
+use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, Verdict, VersionSpan};
 
 /// A batch ends with the record that makes it this large.
 const BATCH_BYTES: usize = 32 << 20;
@@ -249,6 +249,7 @@ fn kind(kind: Kind) -> &'static str {
         Kind::Sample => "sample",
         Kind::Partial => "partial",
         Kind::Prompt => "prompt",
+        Kind::Score => "score",
     }
 }
 
@@ -259,6 +260,14 @@ fn status(record: &Record) -> String {
             PromptState::InFlight => "in_flight".into(),
             PromptState::Done => "done".into(),
             PromptState::Other(code) => code.to_string(),
+        };
+    }
+    if record.kind() == Kind::Score {
+        return match record.verdict() {
+            Verdict::Kept => "kept".into(),
+            Verdict::Masked => "masked".into(),
+            Verdict::LeftOut => "left_out".into(),
+            Verdict::Other(code) => code.to_string(),
         };
     }
     match record.finish() {

@@ -59,13 +59,44 @@ pub(crate) struct Place {
     pub(crate) checked: Checked,
 }
 
-/// One sample of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// One sample of a group, and the score of its answer if it is the first of that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Member {
     /// Its newest record.
-    pub(crate) newest: u64,
+    pub(crate) newest: Option<u64>,
     /// Its first finished record, if there was one.
     pub(crate) finished: Option<u64>,
+    /// The first score and the newest one.
+    pub(crate) scored: Option<(u64, u64)>,
+}
+
+impl Member {
+    /// Takes note of a record. Tables are read in any order.
+    fn note(&mut self, kind: u16, sequence: u64) {
+        if kind == Kind::Score.code() {
+            let (first, newest) = self.scored.unwrap_or((sequence, sequence));
+            self.scored = Some((first.min(sequence), newest.max(sequence)));
+            return;
+        }
+        self.newest = self.newest.max(Some(sequence));
+        if kind == Kind::Sample.code() {
+            self.finished = Some(self.finished.map_or(sequence, |first| first.min(sequence)));
+        }
+    }
+
+    /// Forgets a record. Older ones are gone before.
+    fn forget(&mut self, sequence: u64) {
+        if self.newest == Some(sequence) {
+            (self.newest, self.finished) = (None, None);
+        }
+        if self.scored.is_some_and(|(_, newest)| newest == sequence) {
+            self.scored = None;
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.newest.is_none() && self.scored.is_none()
+    }
 }
 
 /// All segments, by the number of their first record, and the records by their ids.
@@ -174,14 +205,12 @@ impl Index {
         let newest = |known: &mut u64| *known = sequence.max(*known);
         if entry.kind == Kind::Prompt.code() {
             self.prompts.entry(entry.sample).and_modify(newest).or_insert(sequence);
-        } else {
+        } else if entry.is_of_group() {
             let group = self.groups.entry((entry.rollout, entry.group)).or_default();
-            let member = group.entry(entry.sample).or_insert(Member { newest: sequence, finished: None });
-            newest(&mut member.newest);
-            if entry.kind == Kind::Sample.code() {
-                member.finished = Some(member.finished.map_or(sequence, |first| first.min(sequence)));
+            group.entry(entry.sample).or_default().note(entry.kind, sequence);
+            if entry.is_sample() {
+                self.samples.entry(entry.sample).and_modify(newest).or_insert(sequence);
             }
-            self.samples.entry(entry.sample).and_modify(newest).or_insert(sequence);
         }
     }
 
@@ -273,6 +302,11 @@ impl Index {
         rollouts
     }
 
+    /// The newest score of an answer.
+    pub(crate) fn score(&self, ids: (u64, u64), answer: u64) -> Option<u64> {
+        Some(self.groups.get(&ids)?.get(&answer)?.scored?.1)
+    }
+
     /// The newest record of a sample.
     pub(crate) fn sample(&self, sample: u64) -> Option<u64> {
         self.samples.get(&sample).copied()
@@ -333,8 +367,11 @@ impl Index {
             }
             let key = (entry.rollout, entry.group);
             if let Some(samples) = self.groups.get_mut(&key) {
-                if samples.get(&entry.sample).is_some_and(|member| member.newest == sequence) {
-                    samples.remove(&entry.sample);
+                if let Some(member) = samples.get_mut(&entry.sample) {
+                    member.forget(sequence);
+                    if member.is_empty() {
+                        samples.remove(&entry.sample);
+                    }
                 }
                 if samples.is_empty() {
                     self.groups.remove(&key);

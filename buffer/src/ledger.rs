@@ -45,7 +45,7 @@ pub(crate) struct Ledger {
 }
 
 /// What one sync has to flush, and what it acknowledges.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Batch {
     /// Per segment (by its first record), the bytes to flush, oldest segment first.
     pub(crate) ranges: Vec<(u64, Range<usize>)>,
@@ -55,7 +55,7 @@ pub(crate) struct Batch {
 }
 
 /// A slot that became visible.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Published {
     pub(crate) sequence: u64,
     pub(crate) segment: u64,

@@ -10,12 +10,12 @@ use crate::layout::segment::Entry;
 use crate::position::Position;
 use crate::reader::Reader;
 use crate::record::Record;
-use crate::sample::{Kind, PromptState};
+use crate::sample::{Kind, PromptState, Scalars};
 
 /// Which groups, and in what order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupQuery {
-    /// Finished samples that make a group complete; at least 1.
+    /// Finished answers that make a group complete, with all their samples and their scores; at least 1.
     pub samples: usize,
     /// Training steps that the groups were generated for.
     pub rollouts: RangeInclusive<u64>,
@@ -71,7 +71,7 @@ pub struct Group {
     pub rollout_id: u64,
     /// The group.
     pub group_id: u64,
-    /// Where the group became complete: the position of the sample that was still missing.
+    /// Where the group became complete: the position of the sample or score that was still missing.
     pub completed: Position,
     /// Oldest and newest version among all tokens; `None` without spans.
     pub versions: Option<(u64, u64)>,
@@ -84,24 +84,58 @@ struct Candidate {
     ids: (u64, u64),
     completed: u64,
     versions: Option<(u64, u64)>,
-    members: Vec<u64>,
+    /// The samples of each answer that is complete, by their newest records.
+    answers: Vec<Vec<u64>>,
 }
 
 impl Candidate {
-    /// `None` when fewer than `samples` samples are finished.
-    fn new(index: &Index, ids: (u64, u64), group: &BTreeMap<u64, Member>, samples: usize) -> Option<Self> {
-        let finished = |member: &Member| {
-            let entry = index.entry(member.newest)?;
-            (entry.kind == Kind::Sample.code()).then_some((member.newest, member.finished?, entry))
-        };
-        let members: Vec<(u64, u64, &Entry)> = group.values().filter_map(finished).collect();
-        let mut completions: Vec<u64> = members.iter().map(|&(_, first, _)| first).collect();
+    /// `None` when fewer than `answers` answers are complete.
+    fn new(index: &Index, ids: (u64, u64), group: &BTreeMap<u64, Member>, answers: usize) -> Option<Self> {
+        let complete: Vec<Complete<'_>> =
+            group.keys().filter_map(|sample| Complete::new(index, group, *sample)).collect();
+        let mut completions: Vec<u64> = complete.iter().map(|answer| answer.completed).collect();
         completions.sort_unstable();
-        let completed = *completions.get(samples.max(1) - 1)?;
-        let spans = members.iter().map(|(.., entry)| (entry.oldest_version, entry.newest_version));
+        let completed = *completions.get(answers.max(1) - 1)?;
+        let samples = complete.iter().flat_map(|answer| &answer.samples);
+        let spans = samples.map(|(entry, _)| (entry.oldest_version, entry.newest_version));
         let versions =
             spans.filter(|(oldest, newest)| oldest <= newest).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
-        Some(Self { ids, completed, versions, members: members.iter().map(|&(newest, ..)| newest).collect() })
+        let newest = |answer: &Complete<'_>| answer.samples.iter().map(|&(_, newest)| newest).collect();
+        Some(Self { ids, completed, versions, answers: complete.iter().map(newest).collect() })
+    }
+}
+
+/// An answer that is finished and has its score.
+struct Complete<'a> {
+    /// Where its last sample or its score was first there.
+    completed: u64,
+    /// The newest record of each of its samples.
+    samples: Vec<(&'a Entry, u64)>,
+}
+
+impl<'a> Complete<'a> {
+    /// The answer that begins with this sample; `None` where the sample is a later one, or something lacks.
+    fn new(index: &'a Index, group: &BTreeMap<u64, Member>, first: u64) -> Option<Self> {
+        let finished = |sample| {
+            let member = group.get(&sample)?;
+            let entry = index.entry(member.newest?)?;
+            (entry.kind == Kind::Sample.code()).then_some((entry, member.newest?, member.finished?))
+        };
+        let (entry, ..) = finished(first)?;
+        if entry.answer() != first {
+            return None;
+        }
+        let parts = (0..entry.parts.max(1)).map(|part| finished(Scalars::sample_id_of(first, part)));
+        let parts = parts.collect::<Option<Vec<_>>>()?;
+        let scored = match entry.score_follows() {
+            true => Some(group.get(&first)?.scored?.0),
+            false => None,
+        };
+        let completed = parts.iter().map(|&(.., finished)| finished).chain(scored).max()?;
+        Some(Self {
+            completed,
+            samples: parts.into_iter().map(|(entry, newest, _)| (entry, newest)).collect(),
+        })
     }
 }
 
@@ -140,9 +174,7 @@ impl Reader {
         let rollouts = |index: &Index| index.rollouts_from(query.rollouts.clone(), query.completed_from.0);
         let missing = |index: &Index| {
             let rollouts = rollouts(index);
-            index.unread(|trailer| {
-                trailer.rollouts.0 <= *rollouts.end() && *rollouts.start() <= trailer.rollouts.1
-            })
+            index.unread(|trailer| trailer.names(&rollouts))
         };
         let mut candidates: Vec<Candidate> = self.ask_of(missing, |index| {
             let groups = index.groups(rollouts(index));
@@ -164,15 +196,20 @@ impl Reader {
         groups.filter(keep).take(query.limit).collect()
     }
 
-    fn group(&self, candidate: &Candidate, samples: usize) -> Option<Group> {
-        let read = |sequence: &u64| self.get(Position(*sequence)).ok().flatten();
-        let records: Vec<Record> = candidate.members.iter().filter_map(read).collect();
+    fn group(&self, candidate: &Candidate, answers: usize) -> Option<Group> {
+        let read = |sequence: &u64| self.get(Position(*sequence)).ok().flatten().filter(Record::is_scored);
+        let whole = |answer: &Vec<u64>| answer.iter().map(read).collect::<Option<Vec<Record>>>();
+        let whole: Vec<Vec<Record>> = candidate.answers.iter().filter_map(whole).collect();
         let ((rollout_id, group_id), completed) = (candidate.ids, Position(candidate.completed));
         let versions = candidate.versions;
-        (records.len() >= samples).then_some(Group { rollout_id, group_id, completed, versions, records })
+        (whole.len() >= answers).then(|| {
+            let mut records = whole.concat();
+            records.sort_unstable_by_key(|record| record.scalars().sample_id);
+            Group { rollout_id, group_id, completed, versions, records }
+        })
     }
 
-    /// The groups of one rollout that have at least `samples` finished samples, by group id.
+    /// The groups of one rollout that have at least `samples` complete answers, by group id.
     #[must_use]
     pub fn groups(&self, rollout_id: u64, samples: usize) -> Vec<Group> {
         let rollouts = rollout_id..=rollout_id;
@@ -183,6 +220,17 @@ impl Reader {
     #[must_use]
     pub fn rollouts(&self) -> Vec<u64> {
         self.ask(|index| index.rollouts())
+    }
+
+    /// The position of the newest score of the answer that a record is a sample of.
+    pub(crate) fn score_of(&self, record: &Record) -> Option<Position> {
+        let Scalars { rollout_id: rollout, group_id: group, .. } = *record.scalars();
+        // A score is of the same rollout, and not before its answer.
+        let named = |index: &Index| {
+            index.unread(|trailer| trailer.next > record.position().0 && trailer.names(&(rollout..=rollout)))
+        };
+        let answer = record.scalars().answer();
+        self.ask_of(named, |index| index.score((rollout, group), answer)).map(Position)
     }
 
     /// The newest record of a sample, finished or partial.

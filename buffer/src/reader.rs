@@ -117,8 +117,21 @@ impl Reader {
         }
     }
 
-    /// The record at a place, checked once per process.
+    /// The record at a place, with the score of its answer if that is another record and there already.
     fn read(&self, sequence: u64, place: &Place) -> Result<Option<Record>> {
+        let found = self.read_alone(sequence, place)?;
+        Ok(found.map(|record| match record.scalars().score_follows {
+            // A damaged score is as one that is not there.
+            true => {
+                let score = self.score_of(&record).and_then(|position| self.get(position).ok().flatten());
+                record.with_score(score)
+            }
+            false => record,
+        }))
+    }
+
+    /// The record at a place, checked once per process.
+    fn read_alone(&self, sequence: u64, place: &Place) -> Result<Option<Record>> {
         let damaged =
             |what| Error::Damaged { path: self.path(&place.segment.name), offset: place.entry.offset, what };
         match place.entry.state {

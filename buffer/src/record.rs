@@ -4,7 +4,7 @@ use crate::layout::body::{self, Fixed, Plan};
 use crate::layout::frame::{FRAME_HEADER, FrameHeader};
 use crate::map::Bytes;
 use crate::position::Position;
-use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, Scalars, VersionSpan};
+use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, Scalars, Verdict, VersionSpan};
 
 /// A record of the log. Its slices point into the mapped file and stay valid as long as the record (or a
 /// clone of it) is held, also after retention removed the file.
@@ -17,6 +17,8 @@ pub struct Record {
     fixed: Fixed,
     plan: Plan,
     body: Bytes,
+    /// Of its answer, if that is a record of its own and there already.
+    score: Option<Box<Record>>,
 }
 
 impl Record {
@@ -24,7 +26,45 @@ impl Record {
     pub(crate) fn new(header: &FrameHeader, body: Bytes) -> Result<Self, &'static str> {
         let kind = Kind::from_code(header.kind).ok_or("record of an unknown kind")?;
         let (fixed, plan) = body::accept(kind, &body)?;
-        Ok(Self { position: Position(header.sequence), kind, fixed, plan, body })
+        Ok(Self { position: Position(header.sequence), kind, fixed, plan, body, score: None })
+    }
+
+    /// The same with the score of its answer.
+    pub(crate) fn with_score(self, score: Option<Record>) -> Self {
+        let Some(score) = score.filter(|score| score.kind == Kind::Score) else { return self };
+        let scalars = Scalars { reward: score.fixed.scalars.reward, ..self.fixed.scalars };
+        Self { fixed: Fixed { scalars, ..self.fixed }, score: Some(Box::new(score)), ..self }
+    }
+
+    /// The score of its answer, where that is a record of its own, as it was when this record was read.
+    #[must_use]
+    pub fn score(&self) -> Option<&Record> {
+        self.score.as_deref()
+    }
+
+    /// Whether its reward is known.
+    #[must_use]
+    pub fn is_scored(&self) -> bool {
+        !self.fixed.scalars.score_follows || self.score.is_some()
+    }
+
+    /// What the score says of its answer (scores, and samples that have one).
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        let said = if self.kind == Kind::Score { Some(self) } else { self.score() };
+        said.map_or(Verdict::Kept, |score| Verdict::from_code(score.fixed.scalars.status))
+    }
+
+    /// Several rewards of its answer ([`ColumnId::REWARDS`]); empty where there are none.
+    #[must_use]
+    pub fn rewards(&self) -> &[f32] {
+        self.score().unwrap_or(self).of_type(ColumnId::REWARDS, Element::F32)
+    }
+
+    /// When its answer was asked for, when the first token came and the last ([`ColumnId::TIMES`]); empty where unknown.
+    #[must_use]
+    pub fn times(&self) -> &[i64] {
+        self.of_type(ColumnId::TIMES, Element::I64)
     }
 
     /// Its number in the log.
@@ -33,7 +73,7 @@ impl Record {
         self.position
     }
 
-    /// Sample, partial sample or prompt.
+    /// Sample, partial sample, prompt or score.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind
@@ -90,10 +130,7 @@ impl Record {
     /// Log-probability of each response token under a teacher; empty where there is none.
     #[must_use]
     pub fn teacher_log_probs(&self) -> &[f32] {
-        match self.column(ColumnId::TEACHER_LOG_PROBS) {
-            Some((Element::F32, _)) => self.typed(ColumnId::TEACHER_LOG_PROBS),
-            _ => &[],
-        }
+        self.of_type(ColumnId::TEACHER_LOG_PROBS, Element::F32)
     }
 
     /// Which version generated which response tokens.
@@ -137,6 +174,14 @@ impl Record {
     #[must_use]
     pub fn log_bytes(&self) -> usize {
         self.plan.frame
+    }
+
+    /// A column whose element type is checked by none but its reader.
+    fn of_type<T: bytemuck::AnyBitPattern>(&self, id: ColumnId, element: Element) -> &[T] {
+        match self.column(id) {
+            Some((found, _)) if found == element => self.typed(id),
+            _ => &[],
+        }
     }
 
     fn typed<T: bytemuck::AnyBitPattern>(&self, id: ColumnId) -> &[T] {

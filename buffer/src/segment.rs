@@ -70,7 +70,7 @@ pub(crate) fn read_end(map: &Map, header: &SegmentHeader) -> End {
 /// The index table of a sealed segment; `None` when it is damaged.
 pub(crate) fn table(segment: &Segment, trailer: &Trailer) -> Option<Vec<Entry>> {
     let table = trailer.table as usize..trailer.table as usize + trailer.count as usize * ENTRY;
-    decode_table(&segment.map.copy(table), trailer)
+    decode_table(&segment.map.copy(table), trailer, segment.header.format)
 }
 
 /// The positions of a sealed segment, from its table, or by walking it should that be damaged.
@@ -96,7 +96,7 @@ pub(crate) fn seal(
     end: usize,
     next: u64,
 ) -> io::Result<u64> {
-    let (table, table_crc) = encode_table(entries);
+    let (table, table_crc) = encode_table(entries, header.format);
     let sealed_us = clock_us();
     let (count, rollouts) = (entries.len() as u64, rollouts(entries));
     let trailer = Trailer { table: end as u64, count, table_crc, next, sealed_us, rollouts };

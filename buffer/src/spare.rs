@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use crate::clock::clock_us;
 use crate::error::{Error, Result};
-use crate::layout::segment::{ENTRY, HEADER_PAGE, SegmentHeader, TRAILER};
+use crate::layout::segment::{ENTRY, FORMAT, HEADER_PAGE, SegmentHeader, TRAILER};
 use crate::locks::{Mutex, MutexGuard};
 use crate::map::{Exclusive, Map};
 use crate::segment::{Segment, segment_name};
@@ -89,6 +89,7 @@ impl Shared {
         // for a salt.
         let salt = std::hash::RandomState::new().build_hasher().finish();
         let header = SegmentHeader {
+            format: FORMAT,
             identity: self.options().identity.clone(),
             capacity: self.options().segment_bytes,
             first,

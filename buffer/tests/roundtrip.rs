@@ -30,6 +30,7 @@ fn a_record_written_in_place_is_read_in_place() {
         reward: 0.75,
         status: Finish::Stop.code(),
         clock_us: 9,
+        ..Scalars::default()
     };
     space.set_scalars(scalars);
     space.tokens_mut().copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, -8]);

@@ -11,6 +11,10 @@ const SCALARS: usize = 64;
 const DIRECTORY: usize = 24;
 /// Most columns of one record.
 pub(crate) const COLUMNS_MAX: usize = 256;
+/// Flag of a sample whose reward is a record of its own.
+pub(super) const SCORE_FOLLOWS: u16 = 1;
+/// Flag of a sample that is measured and never learned from.
+pub(super) const EVALUATION: u16 = 2;
 /// Stands for "no version" in records without spans.
 const NO_VERSION: u64 = u64::MAX;
 
@@ -61,6 +65,12 @@ pub(crate) struct Fixed {
     pub(crate) versions: Option<(u64, u64)>,
 }
 
+/// The flags of a record.
+pub(crate) fn flags(scalars: &Scalars) -> u16 {
+    let flag = |set, flag| if set { flag } else { 0 };
+    flag(scalars.score_follows, SCORE_FOLLOWS) | flag(scalars.evaluation, EVALUATION)
+}
+
 /// Writes scalars and directory in front of the columns of `body` (the frame without its header).
 pub(crate) fn encode(body: &mut [u8], fixed: &Fixed, plan: &Plan) {
     let scalars = &fixed.scalars;
@@ -78,6 +88,8 @@ pub(crate) fn encode(body: &mut [u8], fixed: &Fixed, plan: &Plan) {
     put(head, 56, &scalars.status.to_le_bytes());
     // At most COLUMNS_MAX, so the count fits.
     put(head, 58, &(plan.columns.len() as u16).to_le_bytes());
+    put(head, 60, &scalars.parts.to_le_bytes());
+    put(head, 62, &flags(scalars).to_le_bytes());
     for (entry, column) in head[SCALARS..].chunks_exact_mut(DIRECTORY).zip(&plan.columns) {
         put(entry, 0, &column.id.0.to_le_bytes());
         put(entry, 2, &[column.element.code()]);
@@ -116,6 +128,9 @@ pub(crate) fn decode(body: &[u8]) -> Result<(Fixed, Plan), &'static str> {
             clock_us: field::u64(head, 24),
             reward: f32::from_le_bytes(field::array(head, 52)),
             status: field::u16(head, 56),
+            parts: field::u16(head, 60),
+            score_follows: field::u16(head, 62) & SCORE_FOLLOWS != 0,
+            evaluation: field::u16(head, 62) & EVALUATION != 0,
         },
         prompt_len: field::u32(head, 48),
         versions: (newest != NO_VERSION).then_some((oldest, newest)),
@@ -178,7 +193,7 @@ pub(crate) fn check(
     let Some(response) = tokens.checked_sub(prompt_len) else {
         return Err(("prompt length", format!("at most {tokens} tokens"), prompt_len.to_string()));
     };
-    let optional = kind == Kind::Prompt;
+    let optional = matches!(kind, Kind::Prompt | Kind::Score);
     for (what, length) in [("log-probs", log_probs), ("loss mask", loss_mask)] {
         if length != response && !(optional && length == 0) {
             return Err((what, format!("one for each of {response} response tokens"), length.to_string()));
@@ -210,8 +225,17 @@ mod tests {
     }
 
     fn fixed() -> Fixed {
-        let scalars =
-            Scalars { sample_id: 1, group_id: 2, rollout_id: 3, reward: 0.5, status: 4, clock_us: 5 };
+        let scalars = Scalars {
+            sample_id: 1,
+            group_id: 2,
+            rollout_id: 3,
+            reward: 0.5,
+            status: 4,
+            clock_us: 5,
+            parts: 6,
+            score_follows: true,
+            evaluation: false,
+        };
         Fixed { scalars, prompt_len: 2, versions: Some((6, 7)) }
     }
 

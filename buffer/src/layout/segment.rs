@@ -1,9 +1,12 @@
 //! The fixed ends of a segment: the header page, and, once it is sealed, the index table and the trailer.
 
 use super::field::{self, put};
+use std::ops::RangeInclusive;
+
+use super::body::{EVALUATION, SCORE_FOLLOWS};
 use super::salted_crc;
 use crate::position::Identity;
-use crate::sample::Kind;
+use crate::sample::{Kind, answer};
 
 /// Bytes before the first frame. Two copies of the header share them, so that one damaged byte costs no
 /// records.
@@ -13,8 +16,10 @@ const COPY: usize = HEADER_PAGE / 2;
 pub(crate) const TRAILER: usize = 64;
 /// Bytes of one entry of the index table.
 pub(crate) const ENTRY: usize = 64;
-/// Version of the format written by this build.
-pub(crate) const FORMAT: u32 = 1;
+/// Version of the format that new segments have.
+pub(crate) const FORMAT: u32 = 2;
+/// The oldest that this build reads.
+const FORMAT_MIN: u32 = 1;
 /// Feature bits without which a file of today cannot be read; this build knows none.
 const REQUIRED_KNOWN: u64 = 0;
 
@@ -24,6 +29,8 @@ const TRAILER_MAGIC: [u8; 8] = *b"dlrseald";
 /// What the header page says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SegmentHeader {
+    /// Version of its format.
+    pub(crate) format: u32,
     pub(crate) identity: Identity,
     /// Length of the file in bytes, fixed at creation.
     pub(crate) capacity: u64,
@@ -48,7 +55,7 @@ impl SegmentHeader {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut copy = vec![0; COPY];
         put(&mut copy, 0, &MAGIC);
-        put(&mut copy, 8, &FORMAT.to_le_bytes());
+        put(&mut copy, 8, &self.format.to_le_bytes());
         // 12..16 is zero; 16..32 are the required and the optional feature bits, none so far.
         put(&mut copy, 32, &self.capacity.to_le_bytes());
         put(&mut copy, 40, &self.first.to_le_bytes());
@@ -76,8 +83,9 @@ impl SegmentHeader {
         let copies: Vec<&[u8]> = page.chunks(COPY).take(2).filter(whole).collect();
         let Some(copy) = copies.first() else { return Err(HeaderFault::Damaged) };
         let format = field::u32(copy, 8);
-        if format != FORMAT {
-            return Err(HeaderFault::Unsupported("log format", format.to_string(), FORMAT.to_string()));
+        if !(FORMAT_MIN..=FORMAT).contains(&format) {
+            let known = format!("{FORMAT_MIN} to {FORMAT}");
+            return Err(HeaderFault::Unsupported("log format", format.to_string(), known));
         }
         let required = field::u64(copy, 16);
         if required & !REQUIRED_KNOWN != 0 {
@@ -92,6 +100,7 @@ impl SegmentHeader {
             model: String::from_utf8(model.to_vec()).map_err(|_| HeaderFault::Damaged)?,
         };
         let header = Self {
+            format,
             identity,
             capacity: field::u64(copy, 32),
             first: field::u64(copy, 40),
@@ -116,8 +125,14 @@ pub(crate) enum EntryState {
     Corrupt,
 }
 
+impl EntryState {
+    fn from_code(code: u16) -> Option<Self> {
+        [Self::Void, Self::Record, Self::Torn, Self::Corrupt].into_iter().find(|state| *state as u16 == code)
+    }
+}
+
 /// One position of a segment: what queries need to know without touching the record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Entry {
     pub(crate) state: EntryState,
     pub(crate) kind: u16,
@@ -126,6 +141,12 @@ pub(crate) struct Entry {
     /// Bytes of the frame.
     pub(crate) bytes: u64,
     pub(crate) tokens: u32,
+    /// Tokens of the response.
+    pub(crate) response: u32,
+    pub(crate) reward: f32,
+    /// As in [`Scalars`](crate::Scalars).
+    pub(crate) parts: u16,
+    pub(crate) flags: u16,
     pub(crate) sample: u64,
     pub(crate) group: u64,
     pub(crate) rollout: u64,
@@ -136,7 +157,22 @@ pub(crate) struct Entry {
 impl Entry {
     /// Is it a record of a sample, finished or partial?
     pub(crate) fn is_sample(&self) -> bool {
-        self.state == EntryState::Record && self.kind != Kind::Prompt.code()
+        self.is_of_group() && self.kind != Kind::Score.code()
+    }
+
+    /// Does it belong to a group: a sample or its score, and not of an evaluation?
+    pub(crate) fn is_of_group(&self) -> bool {
+        self.state == EntryState::Record && self.kind != Kind::Prompt.code() && self.flags & EVALUATION == 0
+    }
+
+    /// Is its reward a record of its own?
+    pub(crate) fn score_follows(&self) -> bool {
+        self.flags & SCORE_FOLLOWS != 0
+    }
+
+    /// The answer of a sample or a score.
+    pub(crate) fn answer(&self) -> u64 {
+        answer(self.sample, self.parts)
     }
 
     /// An entry for a position without a record.
@@ -144,44 +180,75 @@ impl Entry {
         Self { state, offset, bytes, ..Self::default() }
     }
 
-    pub(crate) fn encode(&self) -> [u8; ENTRY] {
-        let mut block = [0; ENTRY];
+    fn encode(&self, format: u32) -> [u8; ENTRY] {
         // Frames are multiples of 64 bytes and segments stay below 2^38, so this never truncates.
-        let units = u32::try_from(self.bytes / super::ALIGN as u64).unwrap_or(u32::MAX);
-        put(&mut block, 0, &self.offset.to_le_bytes());
+        let units = |bytes: u64| u32::try_from(bytes / super::ALIGN as u64).unwrap_or(u32::MAX);
+        let mut block = [0; ENTRY];
         put(&mut block, 8, &self.sample.to_le_bytes());
         put(&mut block, 16, &self.group.to_le_bytes());
         put(&mut block, 24, &self.rollout.to_le_bytes());
         put(&mut block, 32, &self.oldest_version.to_le_bytes());
-        put(&mut block, 40, &self.newest_version.to_le_bytes());
-        put(&mut block, 48, &units.to_le_bytes());
         put(&mut block, 52, &self.tokens.to_le_bytes());
-        put(&mut block, 56, &self.kind.to_le_bytes());
-        put(&mut block, 58, &(self.state as u16).to_le_bytes());
         put(&mut block, 60, &self.status.to_le_bytes());
+        if format == 1 {
+            put(&mut block, 0, &self.offset.to_le_bytes());
+            put(&mut block, 40, &self.newest_version.to_le_bytes());
+            put(&mut block, 48, &units(self.bytes).to_le_bytes());
+            put(&mut block, 56, &self.kind.to_le_bytes());
+            put(&mut block, 58, &(self.state as u16).to_le_bytes());
+            return block;
+        }
+        // Versions 2^32 apart stand as that far: what queries ask for is whether a group is too old.
+        let behind = self.newest_version.checked_sub(self.oldest_version);
+        let behind = behind.map_or(u32::MAX, |behind| u32::try_from(behind).unwrap_or(u32::MAX - 1));
+        put(&mut block, 0, &units(self.offset).to_le_bytes());
+        put(&mut block, 4, &units(self.bytes).to_le_bytes());
+        put(&mut block, 40, &behind.to_le_bytes());
+        put(&mut block, 44, &self.response.to_le_bytes());
+        put(&mut block, 48, &self.reward.to_le_bytes());
+        // Kinds are few.
+        put(&mut block, 56, &[self.kind as u8, self.state as u8]);
+        put(&mut block, 58, &self.parts.to_le_bytes());
+        put(&mut block, 62, &self.flags.to_le_bytes());
         block
     }
 
-    fn decode(block: &[u8]) -> Option<Self> {
-        let state = match field::u16(block, 58) {
-            0 => EntryState::Void,
-            1 => EntryState::Record,
-            2 => EntryState::Torn,
-            3 => EntryState::Corrupt,
-            _ => return None,
-        };
-        Some(Self {
-            state,
-            kind: field::u16(block, 56),
+    fn decode(block: &[u8], format: u32) -> Option<Self> {
+        let bytes = |at| u64::from(field::u32(block, at)) * super::ALIGN as u64;
+        let entry = Self {
             status: field::u16(block, 60),
-            offset: field::u64(block, 0),
-            bytes: u64::from(field::u32(block, 48)) * super::ALIGN as u64,
             tokens: field::u32(block, 52),
             sample: field::u64(block, 8),
             group: field::u64(block, 16),
             rollout: field::u64(block, 24),
             oldest_version: field::u64(block, 32),
-            newest_version: field::u64(block, 40),
+            ..Self::default()
+        };
+        if format == 1 {
+            return Some(Self {
+                state: EntryState::from_code(field::u16(block, 58))?,
+                kind: field::u16(block, 56),
+                offset: field::u64(block, 0),
+                bytes: bytes(48),
+                newest_version: field::u64(block, 40),
+                ..entry
+            });
+        }
+        let newest_version = match field::u32(block, 40) {
+            u32::MAX => 0,
+            behind => entry.oldest_version.saturating_add(u64::from(behind)),
+        };
+        Some(Self {
+            state: EntryState::from_code(u16::from(block[57]))?,
+            kind: u16::from(block[56]),
+            offset: bytes(0),
+            bytes: bytes(4),
+            response: field::u32(block, 44),
+            reward: f32::from_le_bytes(field::array(block, 48)),
+            parts: field::u16(block, 58),
+            flags: field::u16(block, 62),
+            newest_version,
+            ..entry
         })
     }
 }
@@ -199,18 +266,23 @@ pub(crate) struct Trailer {
     pub(crate) next: u64,
     /// Unix time of the sealing in microseconds.
     pub(crate) sealed_us: u64,
-    /// Smallest and largest rollout id among the samples; the first is larger than the second when there are
+    /// Smallest and largest rollout id among the samples and scores; the first is larger than the second when there are
     /// none.
     pub(crate) rollouts: (u64, u64),
 }
 
 /// The rollouts that a table names.
 pub(crate) fn rollouts(entries: &[Entry]) -> (u64, u64) {
-    let samples = entries.iter().filter(|entry| entry.is_sample());
+    let samples = entries.iter().filter(|entry| entry.is_of_group());
     samples.fold((u64::MAX, 0), |(low, high), entry| (low.min(entry.rollout), high.max(entry.rollout)))
 }
 
 impl Trailer {
+    /// May the table name one of these rollouts?
+    pub(crate) fn names(&self, rollouts: &RangeInclusive<u64>) -> bool {
+        self.rollouts.0 <= *rollouts.end() && *rollouts.start() <= self.rollouts.1
+    }
+
     pub(crate) fn encode(&self, salt: u64) -> [u8; TRAILER] {
         let mut block = [0; TRAILER];
         put(&mut block, 0, &TRAILER_MAGIC);
@@ -248,15 +320,15 @@ impl Trailer {
     }
 }
 
-/// The index table of `entries`, and its CRC.
-pub(crate) fn encode_table(entries: &[Entry]) -> (Vec<u8>, u32) {
-    let table: Vec<u8> = entries.iter().flat_map(Entry::encode).collect();
+/// The index table of `entries` in a segment of this format, and its CRC.
+pub(crate) fn encode_table(entries: &[Entry], format: u32) -> (Vec<u8>, u32) {
+    let table: Vec<u8> = entries.iter().flat_map(|entry| entry.encode(format)).collect();
     let crc = crc32c::crc32c(&table);
     (table, crc)
 }
 
 /// The entries of a table, if it is the one the trailer describes.
-pub(crate) fn decode_table(table: &[u8], trailer: &Trailer) -> Option<Vec<Entry>> {
+pub(crate) fn decode_table(table: &[u8], trailer: &Trailer, format: u32) -> Option<Vec<Entry>> {
     if crc32c::crc32c(table) != trailer.table_crc {
         return None;
     }
@@ -265,7 +337,7 @@ pub(crate) fn decode_table(table: &[u8], trailer: &Trailer) -> Option<Vec<Entry>
             && entry.offset.is_multiple_of(super::ALIGN as u64)
             && entry.offset.checked_add(entry.bytes).is_some_and(|end| end <= trailer.table)
     };
-    table.chunks_exact(ENTRY).map(|block| Entry::decode(block).filter(inside)).collect()
+    table.chunks_exact(ENTRY).map(|block| Entry::decode(block, format).filter(inside)).collect()
 }
 
 #[cfg(test)]
@@ -274,6 +346,7 @@ mod tests {
 
     fn header() -> SegmentHeader {
         SegmentHeader {
+            format: FORMAT,
             identity: Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [9; 32] },
             capacity: 1 << 16,
             first: 40,
@@ -297,12 +370,12 @@ mod tests {
     #[test]
     fn newer_formats_are_refused_by_name() {
         let mut page = header().encode();
-        page[8] = 2;
+        page[8] = 3;
         let crc = crc32c::crc32c(&page[..COPY - 4]).to_le_bytes();
         page[COPY - 4..COPY].copy_from_slice(&crc);
         page[COPY..].fill(0);
         let fault = SegmentHeader::decode(&page).unwrap_err();
-        assert_eq!(fault, HeaderFault::Unsupported("log format", "2".into(), "1".into()));
+        assert_eq!(fault, HeaderFault::Unsupported("log format", "3".into(), "1 to 2".into()));
     }
 
     #[test]
@@ -321,27 +394,54 @@ mod tests {
     }
 
     #[test]
-    fn trailer_and_table_round_trip() {
-        let entries = [
-            Entry {
-                sample: 3,
-                group: 2,
-                rollout: 1,
-                tokens: 5,
-                ..Entry::empty(EntryState::Record, 4096, 640)
-            },
-            Entry::empty(EntryState::Void, 4736, 128),
-        ];
-        let (table, table_crc) = encode_table(&entries);
+    fn tables_of_both_formats_round_trip() {
+        let record = Entry {
+            sample: 3,
+            group: 2,
+            rollout: 1,
+            tokens: 5,
+            kind: 1,
+            status: 0xfffe,
+            oldest_version: 7,
+            newest_version: 9,
+            ..Entry::empty(EntryState::Record, 4096, 640)
+        };
+        let more = Entry { response: 4, reward: -0.5, parts: 6, flags: 3, ..record };
+        let without = Entry { oldest_version: u64::MAX, newest_version: 0, ..record };
+        let trailer = |table_crc| Trailer {
+            table: 4864,
+            count: 3,
+            table_crc,
+            next: 42,
+            sealed_us: 1,
+            rollouts: (5, 9),
+        };
+        for (format, first) in [(1, record), (2, more)] {
+            let entries = [first, without, Entry::empty(EntryState::Corrupt, 4736, 128)];
+            let (table, crc) = encode_table(&entries, format);
+            assert_eq!(
+                decode_table(&table, &trailer(crc), format),
+                Some(entries.to_vec()),
+                "format {format}"
+            );
+            let mut bad = table;
+            bad[70] ^= 1;
+            assert_eq!(decode_table(&bad, &trailer(crc), format), None);
+        }
+        let far = Entry { newest_version: u64::MAX - 1, ..record };
+        let (table, crc) = encode_table(&[far], 2);
+        let newest = decode_table(&table, &trailer(crc), 2).unwrap()[0].newest_version;
+        assert_eq!(newest, 7 + u64::from(u32::MAX - 1));
+    }
+
+    #[test]
+    fn trailer_round_trips() {
+        let table_crc = 4;
         let trailer = Trailer { table: 4864, count: 2, table_crc, next: 42, sealed_us: 1, rollouts: (5, 9) };
         let block = trailer.encode(8);
         assert_eq!(Trailer::decode(&block, 8, 1 << 16), Some(trailer));
         assert_eq!(Trailer::decode(&block, 9, 1 << 16), None);
         assert_eq!(Trailer::decode(&block, 8, 4992), None, "table would overlap the trailer");
-        assert_eq!(decode_table(&table, &trailer), Some(entries.to_vec()));
-        let mut bad = table;
-        bad[70] ^= 1;
-        assert_eq!(decode_table(&bad, &trailer), None);
         let mut old = block;
         old[44..60].fill(0);
         let crc = salted_crc(8, &old[..60]);

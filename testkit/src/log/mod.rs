@@ -32,7 +32,15 @@ pub struct Owned {
 pub fn sample(sample_id: u64, group_id: u64, rollout_id: u64) -> Owned {
     let seed = sample_id.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
     let (prompt_len, response) = (1 + (seed % 5) as usize, 1 + (seed / 7 % 40) as usize);
-    let scalars = Scalars { sample_id, group_id, rollout_id, reward: seed as f32, status: 1, clock_us: seed };
+    let scalars = Scalars {
+        sample_id,
+        group_id,
+        rollout_id,
+        reward: seed as f32,
+        status: 1,
+        clock_us: seed,
+        ..Scalars::default()
+    };
     Owned {
         scalars,
         prompt_len,
