@@ -10,7 +10,7 @@ use crate::layout::segment::Entry;
 use crate::position::Position;
 use crate::reader::Reader;
 use crate::record::Record;
-use crate::sample::{Kind, PromptState, Scalars};
+use crate::sample::{Kind, PromptState, Scalars, Verdict};
 
 /// Which groups, and in what order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,7 +105,7 @@ impl Candidate {
     }
 }
 
-/// An answer that is finished and has its score.
+/// An answer that is finished, has its score, and is not left out.
 struct Complete<'a> {
     /// Where its last sample or its score was first there.
     completed: u64,
@@ -128,7 +128,11 @@ impl<'a> Complete<'a> {
         let parts = (0..entry.parts.max(1)).map(|part| finished(Scalars::sample_id_of(first, part)));
         let parts = parts.collect::<Option<Vec<_>>>()?;
         let scored = match entry.score_follows() {
-            true => Some(group.get(&first)?.scored?.0),
+            true => {
+                let (first, newest) = group.get(&first)?.scored?;
+                let is_left_out = index.entry(newest)?.status == Verdict::LeftOut.code();
+                Some(if is_left_out { return None } else { first })
+            }
             false => None,
         };
         let completed = parts.iter().map(|&(.., finished)| finished).chain(scored).max()?;
@@ -159,7 +163,7 @@ impl Reader {
     }
 
     /// The groups that a query asks for. A group with a damaged record that leaves it incomplete is not
-    /// given.
+    /// given, and neither is an answer that its newest score leaves out.
     #[must_use]
     pub fn find(&self, query: &GroupQuery) -> Vec<Group> {
         self.find_where(query, |_| true)

@@ -106,7 +106,7 @@ pub enum Verdict {
     Kept,
     /// Its reward counts in its group, and none of its tokens is learned from.
     Masked,
-    /// No step learns from its group.
+    /// No step learns from its group, and no query finds it.
     LeftOut,
     /// A number that this build does not know.
     Other(u16),

@@ -5,7 +5,7 @@
 use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
-use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
+use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars, Verdict};
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, RowReader};
 use driftless_trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
@@ -153,7 +153,9 @@ fn check(rollouts: &Rollouts) {
     assert_eq!(both.loss_mask(), [1, 0, 1, 1]);
     let versions: Vec<_> = both.spans().iter().map(|span| (span.version, span.start, span.end)).collect();
     assert_eq!(versions, [(1, 0, 1), (3, 2, 4)]);
-    assert_eq!(records[3].loss_mask(), [0; 4], "an odd answer is not trained on");
+    let verdicts = [&records[0], &records[3]].map(Record::verdict);
+    assert_eq!(verdicts, [Verdict::Kept, Verdict::Masked], "an odd answer is not trained on");
+    assert_eq!(records[1].rewards(), [1.0, 10.0], "before the hook and after it");
     let rewards: Vec<_> = records.iter().map(|record| record.scalars().reward).collect();
     assert_eq!(rewards, [0.0, 10.0, 0.0, 10.0], "an answer has one reward, ten times that of the hook");
 }

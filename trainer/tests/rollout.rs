@@ -261,6 +261,106 @@ fn settled(rollouts: &Rollouts, stuck_from: u64) -> bool {
     done + (GROUPS * SAMPLES - stuck_from) >= GROUPS
 }
 
+/// Every record of the log, by sample id where it is an answer.
+fn answers(log: &buffer::Reader) -> BTreeMap<u64, buffer::Record> {
+    let records = log.iter(buffer::Position(0)).map(Result::unwrap);
+    let answers = records.filter(|record| record.kind() == buffer::Kind::Sample);
+    answers.map(|record| (record.scalars().sample_id, record)).collect()
+}
+
+fn note(record: &buffer::Record) -> serde_json::Value {
+    serde_json::from_slice(record.metadata()).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_is_durable_before_its_group_and_asked_for_once() {
+    let dir = tempfile::tempdir().unwrap();
+    // All but one answer of three groups ends, and the last one never does.
+    let echo = Echo { stuck_from: Some(GROUPS * SAMPLES - 1), ..Echo::default() };
+    let first = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), echo);
+    let running = Running::start(first.clone());
+    while answers(&first.log.reader()).len() as u64 != GROUPS * SAMPLES - 1 {
+        tokio::task::yield_now().await;
+    }
+    let before = answers(&first.log.reader());
+    drop(first);
+    running.close().await;
+
+    let asked = Echo { stuck_from: Some(1), ..Echo::default() };
+    let groups = asked.groups.clone();
+    let second = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), asked);
+    let running = Running::start(second.clone());
+    let (numbers, _) = take(&second, 0).await;
+    assert_eq!(numbers, [0, 1, 2]);
+    // Those of the next step begin meanwhile.
+    let asked = groups.lock().unwrap().range(..GROUPS).map(|(_, rids)| rids.len()).collect::<Vec<_>>();
+    assert_eq!(asked, [1], "one answer was missing");
+    let after = answers(&second.log.reader());
+    for (sample, record) in before {
+        let now = &after[&sample];
+        assert_eq!((record.position(), record.tokens()), (now.position(), now.tokens()), "sample {sample}");
+        assert!(now.is_scored() && now.scalars().reward == (sample % SAMPLES) as f32, "sample {sample}");
+        let [asked, first, last] = now.times() else { panic!("{:?}", now.times()) };
+        assert!(*first == 0 && 0 < *asked && asked <= last, "{:?}", now.times());
+    }
+    running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_that_are_not_learned_from_are_in_the_log_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let rollouts =
+        rollouts(dir.path(), task(dir.path(), &["a", "fail", "same", "b", "c"], 0), Echo::default());
+    let running = Running::start(rollouts.clone());
+    assert_eq!(take(&rollouts, 0).await.0, [0, 3, 4]);
+    running.stop().await;
+    let log = rollouts.log.reader();
+    let answers = answers(&log);
+    let of = |group: u64| [&answers[&(group * SAMPLES)], &answers[&(group * SAMPLES + 1)]];
+    assert!(of(1).iter().all(|failed| !failed.is_scored()), "no reward was given");
+    for filtered in of(2) {
+        assert_eq!((filtered.verdict(), filtered.rewards()), (buffer::Verdict::LeftOut, &[1.0, 1.0][..]));
+    }
+    let why = |group| note(&log.prompt(group).unwrap().unwrap())["dropped"].clone();
+    assert!(why(1).as_str().unwrap().contains("one finite number"), "{}", why(1));
+    assert_eq!(why(2), "filtered: all its rewards are equal");
+    let found: Vec<_> = log.groups(0, SAMPLES as usize).iter().map(|group| group.group_id).collect();
+    assert_eq!(found, [0, 3, 4], "queries find neither");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn group_filtered_but_not_marked_done_is_filtered_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = interrupted(dir.path()).await;
+    // What a crash leaves between the scores of group 0 and the record that its prompt is done.
+    let tokens = [first.task.source.prompt(0).await.unwrap().tokens, vec![1]].concat();
+    for (kind, status) in [(buffer::Kind::Sample, 1), (buffer::Kind::Score, buffer::Verdict::LeftOut.code())]
+    {
+        let sample = |sample_id: u64| Sample {
+            kind,
+            scalars: Scalars {
+                sample_id,
+                status,
+                parts: 1,
+                score_follows: kind == buffer::Kind::Sample,
+                ..Scalars::default()
+            },
+            prompt_len: tokens.len() - 1,
+            tokens: &tokens,
+            log_probs: &[-0.5],
+            loss_mask: &[1],
+            ..Sample::default()
+        };
+        first.log.append_all(&(0..SAMPLES).map(sample).collect::<Vec<_>>()).unwrap();
+    }
+    drop(first);
+    let second = rollouts(dir.path(), task(dir.path(), &["same", "a", "a", "a"], 0), Echo::default());
+    let running = Running::start(second.clone());
+    let (groups, since) = take(&second, 0).await;
+    assert_eq!((groups, since.dropped.filtered), (vec![1, 2, 3], 1));
+    running.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn prompts_that_changed_while_they_were_in_flight_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -288,7 +388,7 @@ async fn group_that_is_too_old_is_replaced() {
 #[tokio::test(flavor = "multi_thread")]
 async fn engines_that_are_away_cost_no_prompt() {
     let dir = tempfile::tempdir().unwrap();
-    // The first request of each of two groups: its other one is given up.
+    // The first request of each of two groups, whose other one is kept.
     let echo = Echo { away: 2, ..Echo::default() };
     let rollouts = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), echo);
     let running = Running::start(rollouts.clone());
@@ -378,7 +478,7 @@ async fn a_reward_that_never_comes_ends_the_rollout_with_its_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn measuring_gives_mean_reward_and_pass_rate_and_logs_nothing() {
+async fn measuring_gives_mean_reward_and_pass_rate_and_is_in_no_group() {
     let dir = tempfile::tempdir().unwrap();
     let labels = ["a", "same", "fail", "b"];
     let echo = Echo::default();
@@ -391,10 +491,21 @@ async fn measuring_gives_mean_reward_and_pass_rate_and_logs_nothing() {
         samples: SAMPLES,
         sampling: SamplingParams::default(),
     };
-    let measured = rollouts.clone().measure(&set, None).await.unwrap();
+    let measured = rollouts.clone().measure(&set, 3, None).await.unwrap();
     assert_eq!((measured.prompts, measured.failed, measured.pass), (3, 1, Some(0.75)));
     assert!((measured.reward - 4.0 / 6.0).abs() < 1e-9, "{measured:?}");
     let samples: Vec<_> = groups.lock().unwrap().values().map(HashSet::len).collect();
     assert_eq!(samples, [SAMPLES as usize; 4], "samples of a prompt have one affinity");
-    assert_eq!(rollouts.log.reader().next_prompt(), 0);
+    let log = rollouts.log.reader();
+    assert_eq!((log.next_prompt(), log.rollouts()), (0, vec![]));
+    let records: Vec<_> = log.iter(buffer::Position(0)).map(Result::unwrap).collect();
+    let mut logged: Vec<_> = records.iter().map(|record| (record.scalars(), note(record))).collect();
+    logged.sort_by_key(|(scalars, _)| u64::MAX - scalars.sample_id);
+    let rewards: Vec<_> = logged.iter().map(|(scalars, _)| scalars.reward).collect();
+    // The ids are odd where the place is even.
+    assert_eq!(rewards, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0], "the failed prompt has none");
+    assert!(logged.iter().all(|(scalars, _)| scalars.evaluation && scalars.rollout_id == 3));
+    let (_, first) = &logged[0];
+    assert_eq!((&first["set"], &first["label"]), (&"test".into(), &"a".into()));
+    assert!(first["source"].as_str().unwrap().ends_with("prompts.jsonl:1"), "{first}");
 }

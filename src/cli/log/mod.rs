@@ -10,7 +10,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, fail};
 use driftless::buffer::check::{Damage, Severity, Stat};
-use driftless::buffer::{self, Position, Reader, Record};
+use driftless::buffer::{self, Kind, Position, Reader, Record};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -94,13 +94,13 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
             range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"))
         };
         let Stat { run_id, model, oldest, end, tokens, bytes, segments, sealed, .. } = stat;
-        let Stat { samples, partials, prompts, empty, corrupt, .. } = stat;
+        let Stat { samples, partials, prompts, scores, evaluations, empty, corrupt, .. } = stat;
         let live = if stat.live { ", being written" } else { "" };
         let (rollouts, versions) = (range(stat.rollouts), range(stat.versions));
         format!(
             "run {run_id}, model {model}\n\
-             positions {oldest} to {end}: {samples} samples, {partials} partial, {prompts} prompts, {empty} empty, \
-             {corrupt} corrupt\n\
+             positions {oldest} to {end}: {samples} samples, {scores} scores, {partials} partial, {prompts} prompts, \
+             {evaluations} of evaluations, {empty} empty, {corrupt} corrupt\n\
              {tokens} tokens, {bytes} bytes in {segments} segments ({sealed} sealed){live}\n\
              rollouts {rollouts}, versions {versions}"
         )
@@ -168,19 +168,26 @@ fn fields(record: &Record) -> Value {
     let scalars = record.scalars();
     let spans: Vec<_> =
         record.spans().iter().map(|span| json!([span.version, span.start, span.end])).collect();
-    json!({
+    let status = match record.kind() {
+        Kind::Score => ("verdict", format!("{:?}", record.verdict())),
+        _ => ("finish", format!("{:?}", record.finish())),
+    };
+    let mut fields = json!({
         "position": record.position(),
         "kind": format!("{:?}", record.kind()).to_lowercase(),
         "sample_id": scalars.sample_id,
         "group_id": scalars.group_id,
         "rollout_id": scalars.rollout_id,
-        "reward": scalars.reward,
-        "finish": format!("{:?}", record.finish()).to_lowercase(),
+        "reward": record.is_scored().then_some(scalars.reward),
+        "evaluation": scalars.evaluation,
         "prompt_len": record.prompt_len(),
         "tokens": record.tokens(),
         "weight_versions": spans,
         "engine": record.engine(),
-    })
+        "times_us": record.times(),
+    });
+    fields[status.0] = status.1.to_lowercase().into();
+    fields
 }
 
 fn text(record: &Value) -> String {
@@ -189,8 +196,13 @@ fn text(record: &Value) -> String {
     if record["kind"] == "prompt" {
         return format!("{of} prompt {tokens} tokens");
     }
+    if record["kind"] == "score" {
+        let verdict = record["verdict"].as_str().unwrap_or_default();
+        return format!("{of} score of {} reward {} {verdict}", record["sample_id"], record["reward"]);
+    }
+    let kind = if record["evaluation"] == true { "evaluation" } else { "sample" };
     format!(
-        "{of} sample {} reward {} {} versions {} {tokens} tokens",
+        "{of} {kind} {} reward {} {} versions {} {tokens} tokens",
         record["sample_id"],
         record["reward"],
         record["finish"].as_str().unwrap_or_default(),

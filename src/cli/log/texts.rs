@@ -65,7 +65,7 @@ impl Texts {
     /// What the policy wrote; none in a prompt's record.
     pub(super) fn response(&self, record: &Record) -> Result<Option<String>> {
         match record.kind() {
-            Kind::Prompt => Ok(None),
+            Kind::Prompt | Kind::Score => Ok(None),
             _ => Ok(Some(self.tokenizer.decode(record.response())?)),
         }
     }

@@ -10,7 +10,7 @@ mod wire;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use driftless_buffer::{Position, Record};
+use driftless_buffer::{Position, Record, Verdict};
 use driftless_transport::Snapshot;
 use serde::{Deserialize, Serialize};
 
@@ -87,7 +87,8 @@ pub struct Sample<'a> {
     pub prompt_len: usize,
     /// Per response token: 1 to train on it, 0 not to. Empty means all ones.
     pub loss_mask: &'a [u8],
-    /// Leading response tokens that are not trained on, whatever the mask says: the weights that drew them are too old.
+    /// Leading response tokens that are not trained on, whatever the mask says: the weights that drew them are too old,
+    /// or, where it is all of them, the answer's score masks it.
     pub stale: usize,
     /// Per response token: log-probability when it was sampled.
     pub log_probs: &'a [f32],
@@ -102,15 +103,16 @@ pub struct Sample<'a> {
 }
 
 impl<'a> Sample<'a> {
-    /// A record of the log with its advantage.
+    /// A record of the log with its advantage. None of its tokens is trained on, if its answer's score says so.
     #[must_use]
     pub fn of(record: &'a Record, advantage: f32) -> Self {
+        let is_masked = record.verdict() == Verdict::Masked;
         Sample {
             position: record.position(),
             tokens: record.tokens(),
             prompt_len: record.prompt_len(),
             loss_mask: record.loss_mask(),
-            stale: 0,
+            stale: if is_masked { record.response().len() } else { 0 },
             log_probs: record.log_probs(),
             teacher_log_probs: record.teacher_log_probs(),
             answer: answer_of(record.scalars().sample_id),

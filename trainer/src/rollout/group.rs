@@ -1,14 +1,17 @@
-//! One prompt: its samples, their rewards, and whether they are kept.
+//! One prompt: its answers, their rewards, and whether they are kept.
 
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use driftless_buffer::{Finish, Record};
+use driftless_buffer::{Finish, Record, Scalars, Verdict};
 use driftless_store::chain_text;
 
+use super::keep::Keeper;
 use super::parts::{Kept, parts};
+use super::record::{Answered, Scored};
 use super::{Begun, Rollouts};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, input};
+use crate::metrics::unix_us;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
 use crate::tasks::Task;
 
@@ -18,90 +21,109 @@ pub(super) struct Group {
     pub(super) outcome: Outcome,
 }
 
-/// What became of a group.
+/// What became of a group. The log has its answers by then, as far as there are any.
 pub(super) enum Outcome {
-    /// Its samples that are not in the log yet.
-    Kept(Vec<Made>),
+    /// The scores that the log lacks.
+    Kept(Vec<Scored>),
     /// What went wrong.
     Failed(String),
     /// The task does not learn from it, for this reason.
-    Filtered(String),
+    Filtered(Vec<Scored>, String),
     /// No engine could generate it, for this reason.
     Returned(Error),
 }
 
-/// An answer with its reward.
-pub(super) struct Made {
-    pub(super) answer: u64,
-    /// At least one.
-    pub(super) parts: Vec<Trajectory>,
-    pub(super) reward: f32,
-    /// The reward before it was processed, where that changed it.
-    pub(super) raw_reward: Option<f32>,
-    /// When its last token had come.
-    pub(super) at: SystemTime,
+impl Group {
+    /// The scores that are to be written.
+    pub(super) fn scores(&self) -> &[Scored] {
+        match &self.outcome {
+            Outcome::Kept(scores) | Outcome::Filtered(scores, _) => scores,
+            Outcome::Failed(_) | Outcome::Returned(_) => &[],
+        }
+    }
 }
 
-/// An answer before its reward.
+/// An answer that is durable.
 struct Drawn {
-    answer: u64,
-    parts: Vec<Trajectory>,
-    at: SystemTime,
-    /// Whether the log has it.
-    is_logged: bool,
+    answered: Arc<Answered>,
+    /// Whether its record has its reward, as those of releases before have.
+    is_scored: bool,
 }
 
 impl Rollouts {
-    /// Generates and rewards what the log lacks of a group.
-    pub(super) async fn group(self: Arc<Self>, begun: Begun) -> Group {
-        let outcome = match self.make(&begun).await {
+    /// Generates what the log lacks of a group, which is durable as each answer ends, and rewards it.
+    pub(super) async fn group(self: Arc<Self>, begun: Begun, keeper: Keeper) -> Group {
+        let outcome = match self.make(&begun, &keeper).await {
             Ok(outcome) => outcome,
             Err(Error::Bridge(error)) if error.is_no_engine() => Outcome::Returned(error.into()),
+            // The log could not be written, which the run ends with.
+            Err(error @ Error::Cancelled) => Outcome::Returned(error),
             Err(error) => Outcome::Failed(chain_text(&error)),
         };
         Group { begun, outcome }
     }
 
-    async fn make(&self, begun: &Begun) -> Result<Outcome> {
-        let count = self.options.n_samples_per_prompt;
-        let Begun { number, prompt, minimum, .. } = begun;
-        let drawn = answers_of(*number, count)?.map(|answer| async move {
-            // A crash may have come between the samples of a group that were appended together.
-            if let Some(parts) = self.logged(*number, answer) {
-                return Ok(Drawn { answer, parts, at: SystemTime::UNIX_EPOCH, is_logged: true });
+    async fn make(&self, begun: &Begun, keeper: &Keeper) -> Result<Outcome> {
+        let drawn = answers_of(begun.number, self.options.n_samples_per_prompt)?.map(async |answer| {
+            match self.draw(begun, keeper, answer).await {
+                // The group is tried again: the others go on, and are there by then.
+                Err(Error::Bridge(error)) if error.is_no_engine() => Ok(Err(error)),
+                drawn => drawn.map(Ok),
             }
-            let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), false);
-            let parts = self.task.generate(prompt, &turn).await?;
-            Ok::<_, Error>(Drawn { answer, parts, at: SystemTime::now(), is_logged: false })
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
-        let task = &self.task;
-        let answers = drawn.iter().map(|drawn| answer(task, drawn.answer, prompt, &drawn.parts));
-        let answers = answers.collect::<Result<Vec<_>>>()?;
-        let rewards = rewards(task, &answers).await?;
-        if let Some(why) = task.filters.leave_out(&answers, &rewards).await? {
-            return Ok(Outcome::Filtered(why));
-        }
-        let removed = task.filters.remove(&answers, &rewards).await?;
-        let raw = rewards.clone();
-        let rewards = checked(&answers, task.filters.post_process(&answers, rewards).await?)?;
-        let mut made = Vec::new();
-        for (index, (drawn, (reward, raw))) in drawn.into_iter().zip(rewards.into_iter().zip(raw)).enumerate()
-        {
-            let Drawn { answer, mut parts, at, is_logged } = drawn;
-            if is_logged {
-                continue;
-            }
-            if removed.get(index) == Some(&true) {
-                parts.iter_mut().for_each(|part| part.loss_mask.fill(0));
-            }
-            made.push(Made { answer, parts, reward, raw_reward: (raw != reward).then_some(raw), at });
-        }
-        Ok(Outcome::Kept(made))
+        let drawn = drawn.into_iter().collect::<driftless_bridge::Result<Vec<_>>>()?;
+        self.score(&begun.prompt, &drawn).await
     }
 
-    /// The parts of an answer that is in the log, as far as rewards are told of them.
-    fn logged(&self, group: u64, answer: u64) -> Option<Vec<Trajectory>> {
+    /// Makes an answer durable, unless the log has it.
+    async fn draw(&self, begun: &Begun, keeper: &Keeper, answer: u64) -> Result<Drawn> {
+        let Begun { number, seat, prompt, minimum } = begun;
+        if let Some(drawn) = self.logged(*number, answer) {
+            return Ok(drawn);
+        }
+        let asked = unix_us(SystemTime::now()).cast_signed();
+        let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), false);
+        let parts = self.task.generate(prompt, &turn).await?;
+        check_count(&parts)?;
+        let scalars =
+            Scalars { group_id: *number, rollout_id: *seat, score_follows: true, ..Scalars::default() };
+        let times = [asked, 0, unix_us(SystemTime::now()).cast_signed()];
+        let answered = Arc::new(Answered { answer, beside: Kept::bytes(&parts), parts, scalars, times });
+        keeper.keep(answered.clone()).await?;
+        Ok(Drawn { answered, is_scored: false })
+    }
+
+    /// Rewards answers, and chooses what is learned from.
+    async fn score(&self, prompt: &Prompt, drawn: &[Drawn]) -> Result<Outcome> {
+        let task = &self.task;
+        let answers =
+            drawn.iter().map(|Drawn { answered, .. }| answer(task, answered.answer, prompt, &answered.parts));
+        let answers = answers.collect::<Result<Vec<_>>>()?;
+        let raw = rewards(task, &answers).await?;
+        let unscored = |verdict: &dyn Fn(usize) -> Verdict, rewards: &[f32]| {
+            let all = drawn.iter().zip(rewards.iter().zip(&raw)).enumerate();
+            let lacking = all.filter(|(_, (drawn, _))| !drawn.is_scored);
+            let scored = lacking.map(|(index, (drawn, (&reward, &raw)))| {
+                let answer = drawn.answered.answer;
+                Scored { answer, reward, raw, verdict: verdict(index) }
+            });
+            scored.collect::<Vec<_>>()
+        };
+        if let Some(why) = task.filters.leave_out(&answers, &raw).await? {
+            return Ok(Outcome::Filtered(unscored(&|_| Verdict::LeftOut, &raw), why));
+        }
+        let removed = task.filters.remove(&answers, &raw).await?;
+        let rewards = checked(&answers, task.filters.post_process(&answers, raw.clone()).await?)?;
+        let verdict = |index| match removed.get(index) {
+            Some(true) => Verdict::Masked,
+            _ => Verdict::Kept,
+        };
+        Ok(Outcome::Kept(unscored(&verdict, &rewards)))
+    }
+
+    /// An answer that is in the log, as far as rewards are told of it.
+    fn logged(&self, group: u64, answer: u64) -> Option<Drawn> {
         let said = |record: &Record| Trajectory {
             finish: record.finish(),
             ..Trajectory::new(record.tokens().to_vec(), record.prompt_len().min(record.tokens().len()))
@@ -110,7 +132,18 @@ impl Rollouts {
         let mut parts: Vec<Trajectory> = records.iter().map(said).collect();
         let (first, record) = (parts.first_mut()?, records.first()?);
         first.metadata = Kept::of(record).metadata;
-        Some(parts)
+        let (scalars, is_scored) = (*record.scalars(), !record.scalars().score_follows);
+        let answered = Answered { answer, parts, scalars, times: [0; 3], beside: Vec::new() };
+        Some(Drawn { answered: Arc::new(answered), is_scored })
+    }
+}
+
+/// Refuses answers of more samples than their records can count.
+pub(super) fn check_count(parts: &[Trajectory]) -> Result<()> {
+    let found = parts.len();
+    match u16::try_from(found) {
+        Ok(1..) => Ok(()),
+        _ => Err(input("samples", format!("1 to {} samples of an answer", u16::MAX), found)),
     }
 }
 

@@ -1,14 +1,17 @@
-//! Measuring on held-out prompts. Nothing is logged.
+//! Measuring on held-out prompts. Their answers are logged, and never learned from.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use driftless_bridge::{Label, SamplingParams};
+use driftless_buffer::Scalars;
 use tokio::task::JoinSet;
 
-use super::group::{answer, rewards};
+use super::group::{answer, check_count, rewards};
+use super::record::{Answered, EvaluationNote, append_answers};
 use super::{Rollouts, finished};
-use crate::error::Result;
-use crate::metrics::{SetMetrics, is_verdict};
+use crate::error::{Error, Result};
+use crate::metrics::{SetMetrics, is_verdict, unix_us};
 use crate::tasks::Task;
 
 /// Prompts to measure on.
@@ -26,6 +29,14 @@ pub struct EvalSet {
     pub sampling: SamplingParams,
 }
 
+/// What is measured.
+#[derive(Clone)]
+struct Measure {
+    set: EvalSet,
+    step: u64,
+    minimum: Option<Label>,
+}
+
 /// The samples of one prompt.
 struct Asked {
     rewards: Vec<f32>,
@@ -34,14 +45,21 @@ struct Asked {
 }
 
 impl Rollouts {
-    /// Asks every prompt of `set`, on engines with weights of `minimum` or later.
+    /// Asks every prompt of `set` after `step` steps, on engines with weights of `minimum` or later. Each prompt's
+    /// answers are durable, with their rewards, once it is measured.
     ///
     /// # Errors
     /// The first error if no prompt could be measured.
-    pub async fn measure(self: Arc<Self>, set: &EvalSet, minimum: Option<Label>) -> Result<SetMetrics> {
+    pub async fn measure(
+        self: Arc<Self>,
+        set: &EvalSet,
+        step: u64,
+        minimum: Option<Label>,
+    ) -> Result<SetMetrics> {
         let mut running = JoinSet::new();
+        let measure = Measure { set: set.clone(), step, minimum };
         for number in 0..set.prompts {
-            running.spawn(self.clone().ask(set.clone(), number, minimum.clone()));
+            running.spawn(self.clone().ask(measure.clone(), number));
         }
         let mut metrics = SetMetrics { samples: set.samples, ..SetMetrics::default() };
         let (mut tokens, mut truncated, mut failure) = (0, 0, None);
@@ -80,21 +98,38 @@ impl Rollouts {
         Ok(metrics)
     }
 
-    async fn ask(self: Arc<Self>, set: EvalSet, number: u64, minimum: Option<Label>) -> Result<Asked> {
-        let prompt = set.task.source.prompt(number).await?;
-        let drawn = (0..set.samples).map(|index| {
-            // Evaluation ids count down from u64::MAX, so that they never meet a rollout's.
-            let (group, sample) = (u64::MAX - number, u64::MAX - (number * set.samples + index));
+    async fn ask(self: Arc<Self>, measure: Measure, number: u64) -> Result<Asked> {
+        let Measure { set, step, minimum } = &measure;
+        let (task, prompt) = (&set.task, &set.task.source.prompt(number).await?);
+        // Evaluation ids count down from u64::MAX, so that engines never see one of a rollout.
+        let group = u64::MAX - number;
+        let drawn = (0..set.samples).map(async |index| {
+            let sample = u64::MAX - (number * set.samples + index);
             let turn = self.turn(group, sample, &set.sampling, minimum.as_ref(), true);
-            let (task, prompt) = (&set.task, &prompt);
-            async move {
-                let made = task.generate(prompt, &turn).await?;
-                answer(task, sample, prompt, &made)
-            }
+            let asked = unix_us(SystemTime::now()).cast_signed();
+            let parts = task.generate(prompt, &turn).await?;
+            check_count(&parts)?;
+            let answered = answer(task, sample, prompt, &parts)?;
+            Ok::<_, Error>((answered, parts, [asked, 0, unix_us(SystemTime::now()).cast_signed()]))
         });
-        let answers = futures_util::future::try_join_all(drawn).await?;
+        let drawn = futures_util::future::try_join_all(drawn).await?;
+        let answers: Vec<_> = drawn.iter().map(|(answer, ..)| answer.clone()).collect();
+        let rewards = rewards(task, &answers).await?;
+        let beside = EvaluationNote::new(&set.name, prompt).bytes();
+        let logged = drawn.into_iter().zip(&rewards).map(|((answer, parts, times), &reward)| {
+            let scalars = Scalars {
+                group_id: group,
+                rollout_id: *step,
+                reward,
+                evaluation: true,
+                ..Scalars::default()
+            };
+            Arc::new(Answered { answer: answer.sample, parts, scalars, times, beside: beside.clone() })
+        });
+        let logged: Vec<_> = logged.collect();
+        tokio::task::block_in_place(|| append_answers(&self.log, &logged))?;
         Ok(Asked {
-            rewards: rewards(&set.task, &answers).await?,
+            rewards,
             tokens: answers.iter().map(|answer| answer.response_length).sum(),
             truncated: answers.iter().filter(|answer| answer.truncated).count(),
         })

@@ -1,10 +1,12 @@
 //! Rollouts: groups that are generated, rewarded and logged, and from which steps learn.
 //!
 //! A group is generated for the log, and no step is named. Its prompt is logged as in flight before an engine is asked.
-//! Its samples follow together with the record that it is done. [`Queue`] says which groups are generated when, and
-//! which a step takes. A run that was interrupted goes on with the prompts in flight, then takes the next ones.
+//! An answer is logged the moment it ends. Scores follow, together with the record that the prompt is done. [`Queue`]
+//! says which groups are generated when, and which a step takes. A run that was interrupted goes on with the answers that
+//! the prompts in flight lack, then takes the next prompts.
 
 mod group;
+mod keep;
 mod measure;
 mod parts;
 mod queue;
@@ -31,6 +33,7 @@ use crate::schedule::Seen;
 use crate::seed::first_bits;
 use crate::tasks::Task;
 use group::{Group, Outcome};
+use keep::Keeper;
 use queue::Order;
 
 /// Groups that may fail for one step, beyond a quarter of those that were tried.
@@ -108,14 +111,18 @@ impl Rollouts {
     pub async fn run(self: Arc<Self>) -> Result<()> {
         let mut running = JoinSet::new();
         let mut returned = 0;
+        let (keeper, mut keeping) = Keeper::start(self.clone());
         loop {
             let (whole, begun) = self.begin(self.queue.start(Instant::now())).await?;
             for begun in begun {
-                running.spawn(self.clone().group(begun));
+                running.spawn(self.clone().group(begun, keeper.clone()));
             }
             let mut arrived = whole;
             if arrived.is_empty() {
                 tokio::select! {
+                    biased;
+                    // It has ended with an error of the log, as long as there is a handle of it.
+                    ended = &mut keeping => return finished(ended)?,
                     Some(first) = running.join_next() => arrived.push(finished(first)?),
                     () = self.queue.changed() => continue,
                 }
@@ -152,7 +159,7 @@ impl Rollouts {
                 dropped.failed = 1;
                 error
             }
-            Outcome::Filtered(why) => {
+            Outcome::Filtered(_, why) => {
                 dropped.filtered = 1;
                 why
             }

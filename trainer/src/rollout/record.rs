@@ -1,18 +1,21 @@
-//! Samples and prompts as records of the log.
+//! Answers, scores and prompts as records of the log.
 
-use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use driftless_buffer::sample::{ColumnId, Element};
+use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars, Verdict};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::group::{Group, Made, Outcome};
-use super::parts::Kept;
+use super::group::{Group, Outcome};
 use super::{Begun, Rollouts};
 use crate::error::{Place, Result};
 use crate::metrics::unix_us;
 use crate::sample::{Prompt, Trajectory, sample_id};
 
-/// A longer label is left out of the log.
-const LABEL_BYTES_MAX: usize = 1 << 20;
+/// A longer label, or longer metadata, is left out of the log.
+const NOTE_BYTES_MAX: usize = 1 << 20;
 
 /// The metadata of a prompt's record, as JSON.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -22,9 +25,12 @@ pub struct PromptNote {
     /// Where the prompt is from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub source: Option<Place>,
-    /// What rewards compared with. Absent while the prompt is in flight, and in logs of earlier releases.
+    /// What rewards compare with. In logs of earlier releases absent while the prompt is in flight.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label: Option<Box<RawValue>>,
+    /// What else rewards are given. Absent in logs of earlier releases.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<Box<RawValue>>,
     /// Why its samples are not learned from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dropped: Option<String>,
@@ -37,27 +43,29 @@ impl PromptNote {
         serde_json::from_slice(record.metadata()).unwrap_or_default()
     }
 
-    pub(super) fn in_flight(prompt: &Prompt) -> Self {
-        PromptNote { source: Some(prompt.place.clone()), ..PromptNote::default() }
+    fn in_flight(prompt: &Prompt) -> Self {
+        let short =
+            |json: &Option<Box<RawValue>>| json.clone().filter(|json| json.get().len() <= NOTE_BYTES_MAX);
+        let (label, metadata) = (short(&prompt.label), short(&prompt.metadata));
+        PromptNote { source: Some(prompt.place.clone()), label, metadata, dropped: None }
     }
 
     fn done(group: &Group) -> Self {
-        let label = group.begun.prompt.label.clone().filter(|label| label.get().len() <= LABEL_BYTES_MAX);
         let dropped = match &group.outcome {
             Outcome::Kept(_) | Outcome::Returned(_) => None,
             Outcome::Failed(error) => Some(error.clone()),
-            Outcome::Filtered(why) => Some(format!("filtered: {why}")),
+            Outcome::Filtered(_, why) => Some(format!("filtered: {why}")),
         };
-        PromptNote { label, dropped, ..PromptNote::in_flight(&group.begun.prompt) }
+        PromptNote { dropped, ..PromptNote::in_flight(&group.begun.prompt) }
     }
 
-    pub(super) fn bytes(&self) -> Vec<u8> {
+    fn bytes(&self) -> Vec<u8> {
         // Texts and JSON are always JSON.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }
 
-pub(super) fn prompt<'a>(
+fn prompt<'a>(
     number: u64,
     rollout: u64,
     state: PromptState,
@@ -71,6 +79,7 @@ pub(super) fn prompt<'a>(
             group_id: number,
             rollout_id: rollout,
             status: state.code(),
+            clock_us: unix_us(SystemTime::now()),
             ..Scalars::default()
         },
         prompt_len: tokens.len(),
@@ -80,30 +89,89 @@ pub(super) fn prompt<'a>(
     }
 }
 
-/// What is kept beside the parts of an answer.
-struct Beside {
-    first: Vec<u8>,
-    others: Vec<u8>,
+/// An answer that is finished.
+pub(super) struct Answered {
+    pub(super) answer: u64,
+    /// At least one, and as many as a record can count.
+    pub(super) parts: Vec<Trajectory>,
+    /// What all its samples share.
+    pub(super) scalars: Scalars,
+    /// When it was asked for, when its first token came, if known, and when its last: [`ColumnId::TIMES`].
+    pub(super) times: [i64; 3],
+    /// What is kept beside its first sample.
+    pub(super) beside: Vec<u8>,
 }
 
-fn beside(made: &Made) -> Beside {
-    let metadata = made.parts.iter().rev().find_map(|part| part.metadata.as_deref());
-    let first = Kept::first(made.parts.len(), metadata, made.raw_reward);
-    Beside { first: first.bytes(), others: Kept::other(made.raw_reward).bytes() }
-}
-
-fn sample<'a>(scalars: Scalars, trajectory: &'a Trajectory, metadata: &'a [u8]) -> Sample<'a> {
-    Sample {
-        scalars: Scalars { status: trajectory.finish.code(), ..scalars },
-        prompt_len: trajectory.prompt_len,
-        tokens: &trajectory.tokens,
-        log_probs: &trajectory.log_probs,
-        loss_mask: &trajectory.loss_mask,
-        spans: &trajectory.spans,
-        engine: &trajectory.engine,
-        metadata,
-        ..Sample::default()
+impl Answered {
+    /// Its samples as records. The first comes last: where it is, all are.
+    fn samples<'a>(&'a self, extra: &'a Extra<'a>) -> impl Iterator<Item = Sample<'a>> {
+        let shared = Scalars {
+            parts: u16::try_from(self.parts.len()).unwrap_or(u16::MAX),
+            clock_us: self.times[2].cast_unsigned(),
+            ..self.scalars
+        };
+        self.parts.iter().enumerate().rev().map(move |(part, trajectory)| Sample {
+            scalars: Scalars {
+                sample_id: sample_id(self.answer, part),
+                status: trajectory.finish.code(),
+                ..shared
+            },
+            prompt_len: trajectory.prompt_len,
+            tokens: &trajectory.tokens,
+            log_probs: &trajectory.log_probs,
+            loss_mask: &trajectory.loss_mask,
+            spans: &trajectory.spans,
+            engine: &trajectory.engine,
+            metadata: if part == 0 { &self.beside } else { &[] },
+            extra,
+            ..Sample::default()
+        })
     }
+}
+
+/// One further column.
+type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
+
+/// The metadata of the first sample of an answer that was measured, as JSON.
+#[derive(Debug, Serialize)]
+pub(super) struct EvaluationNote<'a> {
+    /// Name of the set.
+    set: &'a str,
+    #[serde(flatten)]
+    prompt: PromptNote,
+}
+
+impl<'a> EvaluationNote<'a> {
+    pub(super) fn new(set: &'a str, prompt: &Prompt) -> Self {
+        EvaluationNote { set, prompt: PromptNote::in_flight(prompt) }
+    }
+
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        // Texts and JSON are always JSON.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+}
+
+/// Makes answers durable together.
+pub(super) fn append_answers(log: &Log, answers: &[Arc<Answered>]) -> Result<()> {
+    let times = |answer: &Arc<Answered>| answer.times.map(i64::to_le_bytes).concat();
+    let times: Vec<_> = answers.iter().map(times).collect();
+    let extra: Vec<Extra<'_>> =
+        times.iter().map(|times| [(ColumnId::TIMES, Element::I64, &times[..])]).collect();
+    let samples = answers.iter().zip(&extra).flat_map(|(answer, extra)| answer.samples(extra));
+    log.append_all(&samples.collect::<Vec<_>>())?;
+    Ok(())
+}
+
+/// The reward of an answer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scored {
+    pub(super) answer: u64,
+    /// As it is learned from.
+    pub(super) reward: f32,
+    /// As it was given, before it was processed.
+    pub(super) raw: f32,
+    pub(super) verdict: Verdict,
 }
 
 /// Makes durable that no step learns from a group that is done, for this reason.
@@ -127,39 +195,37 @@ impl Rollouts {
         Ok(())
     }
 
-    /// Makes groups durable together: their samples, then that their prompts are done. Those that are tried again are
-    /// in flight as they were.
+    /// Makes durable together how groups ended: the scores of their answers, then that their prompts are done. Those
+    /// that are tried again are in flight as they were.
     pub(super) fn append(&self, groups: &[Group]) -> Result<()> {
         let ended = groups.iter().filter(|group| !matches!(group.outcome, Outcome::Returned(_)));
         let ended: Vec<&Group> = ended.collect();
         let notes: Vec<_> = ended.iter().map(|group| PromptNote::done(group).bytes()).collect();
-        let kept: Vec<Vec<Beside>> = ended
-            .iter()
-            .map(|group| match &group.outcome {
-                Outcome::Kept(made) => made.iter().map(beside).collect(),
-                _ => Vec::new(),
-            })
-            .collect();
+        let rewards = |score: &Scored| [score.raw, score.reward].map(f32::to_le_bytes).concat();
+        let rewards: Vec<Vec<_>> =
+            ended.iter().map(|group| group.scores().iter().map(rewards).collect()).collect();
+        let extra = rewards.iter().map(|group| {
+            group.iter().map(|rewards| [(ColumnId::REWARDS, Element::F32, &rewards[..])]).collect()
+        });
+        let extra: Vec<Vec<Extra<'_>>> = extra.collect();
+        let clock_us = unix_us(SystemTime::now());
         let mut records = Vec::new();
-        for ((group, note), kept) in ended.iter().zip(&notes).zip(&kept) {
+        for ((group, note), extra) in ended.iter().zip(&notes).zip(&extra) {
             let Begun { number, seat, prompt: taken, .. } = &group.begun;
-            if let Outcome::Kept(made) = &group.outcome {
-                for (made, kept) in made.iter().zip(kept) {
-                    let scalars = Scalars {
-                        group_id: *number,
-                        rollout_id: *seat,
-                        reward: made.reward,
-                        clock_us: unix_us(made.at),
-                        ..Scalars::default()
-                    };
-                    // The first part comes last: where it is, all are.
-                    records.extend(made.parts.iter().enumerate().rev().map(|(part, trajectory)| {
-                        let kept = if part == 0 { &kept.first } else { &kept.others };
-                        let scalars = Scalars { sample_id: sample_id(made.answer, part), ..scalars };
-                        sample(scalars, trajectory, kept)
-                    }));
-                }
-            }
+            records.extend(group.scores().iter().zip(extra).map(|(score, extra)| Sample {
+                kind: Kind::Score,
+                scalars: Scalars {
+                    sample_id: score.answer,
+                    group_id: *number,
+                    rollout_id: *seat,
+                    reward: score.reward,
+                    status: score.verdict.code(),
+                    clock_us,
+                    ..Scalars::default()
+                },
+                extra,
+                ..Sample::default()
+            }));
             records.push(prompt(*number, *seat, PromptState::Done, &taken.tokens, note));
         }
         if !records.is_empty() {

@@ -11,6 +11,8 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
+use driftless_buffer::Scalars;
+
 use crate::error::{Error, Place, Result, input, short};
 
 /// A prompt of a task.
@@ -81,18 +83,15 @@ pub fn label_text(label: &RawValue) -> String {
     serde_json::from_str(label.get()).unwrap_or_else(|_| label.get().to_owned())
 }
 
-/// Bits of a sample's id that number the answer. Those above number its parts.
-const ANSWER_BITS: u32 = 48;
-
 /// The answer that a sample is part of.
 #[must_use]
 pub fn answer_of(sample_id: u64) -> u64 {
-    sample_id & ((1 << ANSWER_BITS) - 1)
+    sample_id % Scalars::ANSWERS_MAX
 }
 
 /// Id of a part of an answer; that of the first is the answer's number.
 pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
-    answer | (part as u64) << ANSWER_BITS
+    answer | part as u64 * Scalars::ANSWERS_MAX
 }
 
 /// The answers of a group of `count`.
@@ -101,9 +100,9 @@ pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
 /// [`Error::Input`] for numbers that an id has no room for.
 pub(crate) fn answers_of(group: u64, count: u64) -> Result<std::ops::Range<u64>> {
     let end = group.checked_add(1).and_then(|next| next.checked_mul(count));
-    let end = end.filter(|end| *end <= 1 << ANSWER_BITS);
+    let end = end.filter(|end| *end <= Scalars::ANSWERS_MAX);
     let end = end.ok_or_else(|| {
-        let expected = format!("at most {} answers in a run", 1_u64 << ANSWER_BITS);
+        let expected = format!("at most {} answers in a run", Scalars::ANSWERS_MAX);
         input("n_samples_per_prompt", expected, format_args!("{count} for each of {group} prompts"))
     })?;
     Ok(end - count..end)
@@ -112,5 +111,5 @@ pub(crate) fn answers_of(group: u64, count: u64) -> Result<std::ops::Range<u64>>
 /// Which part of its answer a sample is.
 #[must_use]
 pub fn part_of(sample_id: u64) -> usize {
-    (sample_id >> ANSWER_BITS) as usize
+    (sample_id / Scalars::ANSWERS_MAX) as usize
 }

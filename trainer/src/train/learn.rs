@@ -26,8 +26,7 @@ pub(super) fn batch<'a>(
         records.retain(|_| best.next().unwrap_or_default());
     }
     let (rewards, groups, rollouts) = columns(&records);
-    let sample = |record: &&'a Record| Sample { stale: ages.stale(record), ..Sample::of(record, 0.0) };
-    let mut samples: Vec<Sample<'_>> = records.iter().map(sample).collect();
+    let mut samples: Vec<Sample<'_>> = records.iter().map(|record| ages.sample(record)).collect();
     let trained: Vec<usize> = samples.iter().map(Sample::trained).collect();
     let advantages = advantage::advantages(options, &rewards, &groups, &rollouts, &trained);
     for (sample, advantage) in samples.iter_mut().zip(advantages) {
@@ -129,7 +128,7 @@ fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftless_buffer::{Identity, Log, Options, Scalars};
+    use driftless_buffer::{Identity, Log, Options, Scalars, Verdict};
 
     /// Two answers to a prompt with rewards 1 and 0, the first of which became `parts` samples.
     fn batch_of(parts: u64, options: &LearnOptions) -> Vec<(u64, usize, f32)> {
@@ -232,6 +231,38 @@ mod tests {
         let mut step = StepMetrics::default();
         add_staleness(&mut step, &groups, &bounded(Some(2)));
         assert_eq!((step.staleness, step.staleness_max, step.tokens_too_old), (vec![0, 0, 2], 2, 2));
+    }
+
+    #[test]
+    fn answer_that_its_score_masks_counts_and_is_not_trained_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path(), Options::new(identity)).unwrap();
+        for (sample_id, verdict) in [(0, Verdict::Kept), (1, Verdict::Masked)] {
+            let scalars = Scalars { sample_id, parts: 1, score_follows: true, ..Scalars::default() };
+            let span = driftless_buffer::VersionSpan { start: 0, end: 2, version: 3 + sample_id };
+            let answer = driftless_buffer::Sample {
+                scalars,
+                prompt_len: 1,
+                tokens: &[1, 2, 3],
+                log_probs: &[-1.0; 2],
+                loss_mask: &[1; 2],
+                spans: &[span],
+                ..driftless_buffer::Sample::default()
+            };
+            let scalars =
+                Scalars { sample_id, reward: sample_id as f32, status: verdict.code(), ..Scalars::default() };
+            let kind = driftless_buffer::Kind::Score;
+            let score = driftless_buffer::Sample { kind, scalars, ..driftless_buffer::Sample::default() };
+            log.append_all(&[answer, score]).unwrap();
+        }
+        let groups = log.reader().groups(0, 2);
+        let options = LearnOptions { disable_grpo_std_normalization: true, ..LearnOptions::default() };
+        let batch = batch(6, &groups, &Ages::default(), &options);
+        let said = batch.samples.iter().map(|sample| (sample.stale, sample.trained(), sample.advantage));
+        assert_eq!(said.collect::<Vec<_>>(), [(0, 2, -0.5), (2, 0, 0.5)]);
+        let is_stale = |max| ages(&[(3, 3), (4, 2)], max).is_stale(&groups[0]);
+        assert_eq!([None, Some(2)].map(is_stale), [false, true], "nothing is left beside the masked one");
     }
 
     #[test]

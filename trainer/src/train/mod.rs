@@ -393,7 +393,7 @@ impl Session<'_> {
         self.tell(Event::Waiting { what: "the held-out prompts", on: "" });
         let mut eval = EvalMetrics::default();
         for set in &self.options.eval {
-            match self.block_on(rollouts.clone().measure(set, self.label()?)) {
+            match self.block_on(rollouts.clone().measure(set, step, self.label()?)) {
                 Ok(measured) => {
                     eval.sets.insert(set.name.clone(), measured);
                 }

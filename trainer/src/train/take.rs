@@ -34,10 +34,15 @@ impl Ages {
 
     /// Whether all that there was to train on in a group is too old.
     pub(super) fn is_stale(&self, group: &Group) -> bool {
-        let trained = |record: &Record, stale| Sample { stale, ..Sample::of(record, 0.0) }.trained();
         let mut records = group.records.iter();
         records.clone().any(|record| self.stale(record) > 0)
-            && records.all(|record| trained(record, self.stale(record)) == 0)
+            && records.all(|record| self.sample(record).trained() == 0)
+    }
+
+    /// A record without the tokens that are too old; its advantage is not known yet.
+    pub(super) fn sample<'a>(&self, record: &'a Record) -> Sample<'a> {
+        let sample = Sample::of(record, 0.0);
+        Sample { stale: sample.stale.max(self.stale(record)), ..sample }
     }
 }
 
