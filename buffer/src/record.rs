@@ -19,6 +19,8 @@ pub struct Record {
     body: Bytes,
     /// Of its answer, if that is a record of its own and there already.
     score: Option<Box<Record>>,
+    /// Zeros in place of its loss mask, if the score masks it.
+    masked: Option<Vec<u8>>,
 }
 
 impl Record {
@@ -26,14 +28,15 @@ impl Record {
     pub(crate) fn new(header: &FrameHeader, body: Bytes) -> Result<Self, &'static str> {
         let kind = Kind::from_code(header.kind).ok_or("record of an unknown kind")?;
         let (fixed, plan) = body::accept(kind, &body)?;
-        Ok(Self { position: Position(header.sequence), kind, fixed, plan, body, score: None })
+        Ok(Self { position: Position(header.sequence), kind, fixed, plan, body, score: None, masked: None })
     }
 
     /// The same with the score of its answer.
     pub(crate) fn with_score(self, score: Option<Record>) -> Self {
         let Some(score) = score.filter(|score| score.kind == Kind::Score) else { return self };
         let scalars = Scalars { reward: score.fixed.scalars.reward, ..self.fixed.scalars };
-        Self { fixed: Fixed { scalars, ..self.fixed }, score: Some(Box::new(score)), ..self }
+        let masked = (score.verdict() == Verdict::Masked).then(|| vec![0; self.loss_mask().len()]);
+        Self { fixed: Fixed { scalars, ..self.fixed }, score: Some(Box::new(score)), masked, ..self }
     }
 
     /// The score of its answer, where that is a record of its own, as it was when this record was read.
@@ -121,10 +124,11 @@ impl Record {
         self.typed(ColumnId::LOG_PROBS)
     }
 
-    /// 1 where a response token is trained on.
+    /// 1 where a response token is trained on; nowhere, if the answer's score masks it. [`Record::column`] has the mask
+    /// as it was written.
     #[must_use]
     pub fn loss_mask(&self) -> &[u8] {
-        self.typed(ColumnId::LOSS_MASK)
+        self.masked.as_deref().unwrap_or_else(|| self.typed(ColumnId::LOSS_MASK))
     }
 
     /// Log-probability of each response token under a teacher; empty where there is none.

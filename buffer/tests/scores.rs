@@ -73,6 +73,8 @@ fn group_is_complete_with_its_last_sample_or_score() {
         let group = &reader.find(&GroupQuery::complete(2))[0];
         let said = |record: &Record| {
             let Scalars { sample_id, reward, .. } = *record.scalars();
+            let trained = record.loss_mask().contains(&1);
+            assert_eq!(trained, record.verdict() == Verdict::Kept, "{:?}", record.loss_mask());
             (sample_id, reward, record.verdict(), record.rewards().to_vec(), record.times().to_vec())
         };
         let (kept, masked) = (vec![1.5, 3.0], vec![0.5, 1.0]);

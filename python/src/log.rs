@@ -7,7 +7,7 @@ use driftless::buffer::query::Order;
 use driftless::buffer::sample::ColumnId;
 use driftless::buffer::{
     Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Position, Reader, Record,
-    Result as LogResult, Sample as Given, Scalars, VersionSpan,
+    Result as LogResult, Sample as Given, Scalars, Verdict, VersionSpan,
 };
 use driftless::store::wait::Stop;
 use pyo3::buffer::{Element, PyBuffer};
@@ -216,6 +216,19 @@ impl LogRecord {
         let Scalars { sample_id, group_id, rollout_id, reward, .. } = *scalars;
         let (finish, engine) = (finish_name(record.finish()), record.engine());
         (record.position().0, sample_id, group_id, rollout_id, reward, finish, record.prompt_len(), engine)
+    }
+
+    /// Whether its reward is known, what its score says, several rewards, its times, and whether it was measured.
+    fn score(&self) -> (bool, &'static str, Vec<f32>, Vec<i64>, bool) {
+        let record = &self.record;
+        let verdict = match record.verdict() {
+            Verdict::Kept => "kept",
+            Verdict::Masked => "masked",
+            Verdict::LeftOut => "left_out",
+            _ => "unknown",
+        };
+        let (rewards, times) = (record.rewards().to_vec(), record.times().to_vec());
+        (record.is_scored(), verdict, rewards, times, record.scalars().evaluation)
     }
 
     fn spans(&self) -> Vec<(u64, u32, u32)> {

@@ -37,6 +37,8 @@ def test_samples_come_back_as_they_were_appended(tmp_path):
         assert found.response.tolist() == [9, 10, 11, 12] and found.spans == [(1, 0, 4)]
         assert np.array_equal(found.log_probs, np.linspace(-1, 0, 4, dtype=np.float32))
         assert found.loss_mask.tolist() == [1, 0, 1, 1]
+        assert (found.scored, found.verdict, found.evaluation, found.times_us) == (True, "kept", False, [])
+        assert found.rewards.tolist() == [] and found.rewards.dtype == np.float32
         assert log.get(position + 1) is None and log.end == position + 1
         log.close()
 

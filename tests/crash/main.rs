@@ -134,7 +134,10 @@ impl Stage {
             return BTreeMap::new();
         };
         let records = reader.iter(reader.oldest()).filter_map(|record| record.ok());
-        let records = records.filter(|record| record.kind() == buffer::Kind::Sample);
+        let is_learned = |record: &buffer::Record| {
+            record.kind() == buffer::Kind::Sample && !record.scalars().evaluation
+        };
+        let records = records.filter(is_learned);
         records.map(|record| (record.scalars().sample_id, record.tokens().to_vec())).collect()
     }
 

@@ -134,7 +134,7 @@ struct Kills {
 }
 
 /// What the log has of a sample: where, its tokens, and the bits of its reward.
-type Known = BTreeMap<u64, (Position, Vec<i32>, u32)>;
+type Known = BTreeMap<u64, (Position, Vec<i32>, Option<u32>)>;
 
 /// A run whose processes die, and the engine and the follower that it has.
 struct Stage {
@@ -258,16 +258,16 @@ impl Stage {
         let mut now = Known::new();
         for record in samples(&log) {
             let scalars = record.scalars();
-            let kept = (record.position(), record.tokens().to_vec(), scalars.reward.to_bits());
+            let reward = record.is_scored().then_some(scalars.reward.to_bits());
+            let kept = (record.position(), record.tokens().to_vec(), reward);
             let twice = now.insert(scalars.sample_id, kept);
             assert_eq!(twice, None, "sample {} is in the log twice", scalars.sample_id);
         }
         for (sample, was) in known {
-            assert_eq!(
-                now.get(&sample),
-                Some(&was),
-                "sample {sample} was acknowledged, and is not what it was"
-            );
+            let found = now.get(&sample).unwrap_or_else(|| panic!("sample {sample} is lost"));
+            let (_, _, reward) = was;
+            let same = (&found.0, &found.1) == (&was.0, &was.1) && reward.is_none_or(|_| found.2 == reward);
+            assert!(same, "sample {sample} was acknowledged as {was:?}, and is {found:?}");
         }
         now
     }
@@ -316,6 +316,7 @@ impl Stage {
             .collect();
         let labels: BTreeMap<String, String> = (0..PROMPTS).map(row).collect();
         for record in samples(log) {
+            assert!(record.is_scored(), "{:?}", record.scalars());
             let scalars = record.scalars();
             let (sample, group) = (scalars.sample_id, scalars.group_id);
             assert_eq!(group, sample / SAMPLES, "sample {sample}");
@@ -356,7 +357,7 @@ impl Stage {
 
 fn samples(log: &Reader) -> impl Iterator<Item = Record> {
     let records = log.iter(log.oldest()).map(|record| record.expect("no damage"));
-    records.filter(|record| record.kind() == Kind::Sample)
+    records.filter(|record| record.kind() == Kind::Sample && !record.scalars().evaluation)
 }
 
 fn pid(number: u32) -> Pid {
