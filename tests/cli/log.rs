@@ -254,6 +254,51 @@ fn show_finds_the_samples_of_a_step_by_the_ledger() {
 }
 
 #[test]
+fn show_prints_what_no_step_learns_from() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let root = run_dir.join("log");
+    let identity = Reader::open(&root).expect("a log").identity().expect("a segment").clone();
+    let log = Log::open(&root, Options::new(identity)).expect("a log");
+    let answer = Sample {
+        prompt_len: 2,
+        tokens: &[0, 1, 2],
+        log_probs: &[-1.0],
+        loss_mask: &[1],
+        ..Sample::default()
+    };
+    let ids = Scalars { rollout_id: 8, status: 1, ..Scalars::default() };
+    let of_set =
+        Scalars { sample_id: u64::MAX - 5, group_id: u64::MAX - 2, evaluation: true, reward: 0.25, ..ids };
+    let evaluated = Sample {
+        scalars: of_set,
+        metadata: br#"{"set": "test", "label": "6", "source": "t.jsonl:3"}"#,
+        ..answer
+    };
+    let of_prompt = Scalars { sample_id: 30, group_id: 15, ..ids };
+    let unscored = Sample { scalars: Scalars { parts: 1, score_follows: true, ..of_prompt }, ..answer };
+    let prompt = Sample {
+        kind: Kind::Prompt,
+        scalars: Scalars { sample_id: 15, status: 2, ..of_prompt },
+        prompt_len: 2,
+        tokens: &[0, 1],
+        metadata: br#"{"dropped": "no reward came"}"#,
+        ..Sample::default()
+    };
+    log.append_all(&[evaluated, unscored, prompt]).expect("a disk");
+    log.close().expect("a disk");
+    let shown = json(driftless().args(["log", "show", "--evaluation"]).arg(&run_dir));
+    let fields =
+        ["set", "label", "reward", "step", "prompt_id", "answer", "response"].map(|name| shown[name].clone());
+    assert_eq!(serde_json::json!(fields), serde_json::json!(["test", "6", 0.25, 8, 2, 5, "six"]));
+    let shown = json(driftless().args(["log", "show", "--left-out", "--step", "8"]).arg(&run_dir));
+    let fields = ["dropped", "reward", "answer"].map(|name| shown[name].clone());
+    assert_eq!(serde_json::json!(fields), serde_json::json!(["no reward came", null, 30]));
+    let (status, told) = code(driftless().args(["log", "show", "--evaluation", "--step", "7"]).arg(&run_dir));
+    assert!(status == Some(2) && told.contains("answers of step 8 to 8"), "{told}");
+}
+
+#[test]
 fn show_without_the_tokenizer_of_the_log_is_refused_by_name() {
     let dir = tempfile::tempdir().expect("a directory");
     let run_dir = run_with_samples(dir.path());

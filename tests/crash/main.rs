@@ -134,9 +134,8 @@ impl Stage {
             return BTreeMap::new();
         };
         let records = reader.iter(reader.oldest()).filter_map(|record| record.ok());
-        let is_learned = |record: &buffer::Record| {
-            record.kind() == buffer::Kind::Sample && !record.scalars().evaluation
-        };
+        let is_learned =
+            |record: &buffer::Record| record.kind() == buffer::Kind::Sample && !record.scalars().evaluation;
         let records = records.filter(is_learned);
         records.map(|record| (record.scalars().sample_id, record.tokens().to_vec())).collect()
     }

@@ -23,6 +23,7 @@ const AFTER_HELP: &str = "\
 Examples:
   driftless log stat runs/first
   driftless log show runs/first --worst -n 2
+  driftless log show runs/first --evaluation --worst
   driftless log tail runs/first --follow --json | jq .reward
   driftless log verify runs/first
   driftless log export runs/first rollouts.parquet --text

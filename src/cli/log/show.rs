@@ -4,8 +4,9 @@ use super::texts::{Texts, log_of};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, printable};
-use driftless::buffer::{self, Group, Reader, Record};
+use driftless::buffer::{self, Group, Kind, Reader, Record};
 use driftless::trainer::ledger;
+use driftless::trainer::rollout::EvaluationNote;
 use driftless::trainer::sample::{answer_of, label_text, part_of};
 use serde_json::value::RawValue;
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,6 +23,13 @@ pub(super) struct Args {
     /// Training step whose samples are shown [default: the newest with samples].
     #[arg(long, value_name = "N", value_parser = numbers::ordinal())]
     step: Option<u64>,
+    /// Answers of the evaluation after so many steps, of which none is learned from [default: of the newest].
+    #[arg(long, conflicts_with = "left_out")]
+    evaluation: bool,
+    /// Answers that no step learns from, and why: their group failed, was filtered, or is too old. `--step` is the one that
+    /// they were generated for.
+    #[arg(long)]
+    left_out: bool,
     /// Begin with the highest reward.
     #[arg(long, conflicts_with = "worst")]
     best: bool,
@@ -46,7 +54,17 @@ struct Shown {
     answer: u64,
     /// Which part of its answer the sample is, from 0.
     part: usize,
-    reward: f32,
+    /// None where it was not given.
+    reward: Option<f32>,
+    /// As it was given, before a hook processed it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    raw_reward: Option<f32>,
+    /// The set that it was measured on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    set: Option<String>,
+    /// Why no step learns from it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dropped: Option<String>,
     finish: String,
     response_tokens: usize,
     /// Versions of the weights that wrote it.
@@ -62,7 +80,13 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     let log = log_of(&args.run)?;
     let ledger = log.parent().map_or_else(|| Ok(BTreeMap::new()), ledger::read)?;
     let texts = Texts::open(&log, args.hf_checkpoint.as_deref())?;
-    let Step { number, mut records } = samples(args, &texts, &ledger)?;
+    let Step { number, mut records } = match (args.evaluation, args.left_out) {
+        (true, _) => apart(args, &texts, |record| Ok(record.scalars().evaluation))?,
+        (_, true) => apart(args, &texts, |record| {
+            Ok(!record.scalars().evaluation && texts.note(record)?.dropped.is_some())
+        })?,
+        _ => samples(args, &texts, &ledger)?,
+    };
     let reward = |record: &Record| record.scalars().reward;
     if args.best {
         records.sort_by(|a, b| reward(b).total_cmp(&reward(a)));
@@ -79,6 +103,29 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
 struct Step {
     number: u64,
     records: Vec<Record>,
+}
+
+/// The samples of a step that are in no group, found by reading the whole log.
+fn apart(args: &Args, texts: &Texts, is_wanted: impl Fn(&Record) -> Result<bool>) -> Result<Step> {
+    let log = texts.reader();
+    let mut steps: BTreeMap<u64, Vec<Record>> = BTreeMap::new();
+    // What is damaged is told by `log verify`.
+    for record in log.iter(log.oldest()).flatten().filter(|record| record.kind() == Kind::Sample) {
+        if is_wanted(&record)? {
+            steps.entry(record.scalars().rollout_id).or_default().push(record);
+        }
+    }
+    let found = match (steps.keys().next(), steps.keys().next_back()) {
+        (Some(first), Some(last)) => format!("answers of step {first} to {last}"),
+        _ => "none in the log".to_owned(),
+    };
+    let step = match args.step {
+        Some(number) => steps.remove_entry(&number),
+        None => steps.pop_last(),
+    };
+    let step = step.map(|(number, records)| Step { number, records });
+    let kind = if args.evaluation { "answers of an evaluation" } else { "answers that are left out" };
+    step.ok_or_else(|| Error::usage(format!("{kind} in {}", args.run.display()), "some at this step", found))
 }
 
 /// The samples of the step that is asked for: by the run's ledger, or, without one, by the step that the log says they
@@ -114,14 +161,23 @@ fn groups(log: &Reader, numbers: &[u64]) -> Result<Vec<Group>> {
 fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
     let scalars = record.scalars();
     let note = texts.note(record)?;
+    let raw = record.rewards().first().copied().filter(|raw| *raw != scalars.reward);
     let mut versions: Vec<_> = record.spans().iter().map(|span| span.version).collect();
     versions.dedup();
+    // Ids of an evaluation count down.
+    let (prompt_id, answer, part) = match scalars.evaluation {
+        true => (u64::MAX - scalars.group_id, u64::MAX - scalars.sample_id, 0),
+        false => (scalars.group_id, answer_of(scalars.sample_id), part_of(scalars.sample_id)),
+    };
     Ok(Shown {
         step,
-        prompt_id: scalars.group_id,
-        answer: answer_of(scalars.sample_id),
-        part: part_of(scalars.sample_id),
-        reward: scalars.reward,
+        prompt_id,
+        answer,
+        part,
+        reward: record.is_scored().then_some(scalars.reward),
+        raw_reward: raw,
+        set: scalars.evaluation.then(|| EvaluationNote::of(record).set),
+        dropped: note.dropped,
         finish: format!("{:?}", record.finish()).to_lowercase(),
         response_tokens: record.response().len(),
         versions,
@@ -146,11 +202,16 @@ fn render(shown: &Shown) -> String {
     let part = if shown.part > 0 { format!(" part {}", shown.part) } else { String::new() };
     let label = shown.label.as_ref().map(|label| short(&label_text(label)));
     let label = label.map_or_else(String::new, |label| format!(", label {label}"));
-    let Shown { reward, step, prompt_id, answer, finish, response_tokens, .. } = shown;
+    let reward = shown.reward.map_or_else(|| "none".to_owned(), |reward| reward.to_string());
+    let raw = shown.raw_reward.map_or_else(String::new, |raw| format!(" (given {raw})"));
+    let set = shown.set.as_ref().map_or_else(String::new, |set| format!("set {}, ", printable(set)));
+    let dropped = shown.dropped.as_ref();
+    let dropped = dropped.map_or_else(String::new, |why| format!(", left out: {}", printable(why)));
+    let Shown { step, prompt_id, answer, finish, response_tokens, .. } = shown;
     let (source, engine) = (printable(&shown.source), printable(&shown.engine));
     let mut text = format!(
-        "reward {reward}{label}: step {step}, prompt {prompt_id} ({source}), answer {answer}{part}, \
-         {finish} of {response_tokens} tokens by version {} at {engine}\n",
+        "reward {reward}{raw}{label}: {set}step {step}, prompt {prompt_id} ({source}), answer {answer}{part}, \
+         {finish} of {response_tokens} tokens by version {} at {engine}{dropped}\n",
         versions.join(", "),
     );
     // Writing to a String does not fail.
@@ -173,7 +234,10 @@ mod tests {
             prompt_id: 96,
             answer: 384,
             part: 0,
-            reward: 0.5,
+            reward: Some(0.5),
+            raw_reward: None,
+            set: None,
+            dropped: None,
             finish: "stop".to_owned(),
             response_tokens: 3,
             versions: vec![7, 8],
@@ -188,5 +252,19 @@ mod tests {
             "reward 0.5, label 4\\u{1b}[2J: step 12, prompt 96 (prompts.jsonl:17), answer 384, stop of 3 tokens by \
              version 7, 8 at http://host:30000\n  > What is\n  > 2 + 2?\n  < \\u{1b}]0;x\\u{7}4\n  < \n"
         );
+        let why = Some("filtered: \u{1b}[2J".to_owned());
+        let other = Shown {
+            reward: None,
+            raw_reward: Some(2.0),
+            set: Some("test".to_owned()),
+            dropped: why,
+            ..shown
+        };
+        let line = render(&other).lines().next().map(str::to_owned).unwrap();
+        assert!(
+            line.starts_with("reward none (given 2), label 4") && line.contains(": set test, step 12"),
+            "{line}"
+        );
+        assert!(line.ends_with(", left out: filtered: \\u{1b}[2J"), "{line}");
     }
 }

@@ -4,7 +4,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::paths;
 use driftless::buffer::{Kind, Reader, Record};
 use driftless::trainer::data::Tokenizer;
-use driftless::trainer::rollout::PromptNote;
+use driftless::trainer::rollout::{EvaluationNote, PromptNote};
 use std::path::{Path, PathBuf};
 
 /// Most bytes of a tokenizer.
@@ -73,6 +73,7 @@ impl Texts {
     /// What the log says of the prompt that a record is of.
     pub(super) fn note(&self, record: &Record) -> Result<PromptNote> {
         let prompt = match record.kind() {
+            _ if record.scalars().evaluation => return Ok(EvaluationNote::of(record).prompt),
             Kind::Prompt => Some(record.clone()),
             _ => self.reader.prompt(record.scalars().group_id)?,
         };

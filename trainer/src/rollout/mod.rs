@@ -16,8 +16,8 @@ pub use crate::schedule::Policy;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
 pub use queue::{Dropped, Queue, Since};
-pub use record::PromptNote;
 pub(crate) use record::leave_out;
+pub use record::{EvaluationNote, PromptNote};
 
 use std::sync::Arc;
 use std::time::Instant;

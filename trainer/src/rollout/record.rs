@@ -133,17 +133,26 @@ impl Answered {
 type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
 
 /// The metadata of the first sample of an answer that was measured, as JSON.
-#[derive(Debug, Serialize)]
-pub(super) struct EvaluationNote<'a> {
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct EvaluationNote {
     /// Name of the set.
-    set: &'a str,
+    pub set: String,
+    /// What a prompt's record says of the prompt.
     #[serde(flatten)]
-    prompt: PromptNote,
+    pub prompt: PromptNote,
 }
 
-impl<'a> EvaluationNote<'a> {
-    pub(super) fn new(set: &'a str, prompt: &Prompt) -> Self {
-        EvaluationNote { set, prompt: PromptNote::in_flight(prompt) }
+impl EvaluationNote {
+    /// What a record of an evaluation says; nothing if it is another program's.
+    #[must_use]
+    pub fn of(record: &Record) -> Self {
+        serde_json::from_slice(record.metadata()).unwrap_or_default()
+    }
+
+    pub(super) fn new(set: &str, prompt: &Prompt) -> Self {
+        EvaluationNote { set: set.to_owned(), prompt: PromptNote::in_flight(prompt) }
     }
 
     pub(super) fn bytes(&self) -> Vec<u8> {
