@@ -10,7 +10,9 @@ use driftless_store::BoxError;
 #[non_exhaustive]
 pub enum Error {
     /// An engine's address is not one that this crate can call.
-    #[error("engine address {url:?} is not usable: {reason}; give host:port or http://host:port")]
+    #[error(
+        "engine address {url:?} is not usable: {reason}; give host:port, http://host:port or https://host"
+    )]
     Address {
         /// The address, without what may be a secret in it.
         url: String,
@@ -23,6 +25,12 @@ pub enum Error {
         /// `api` or `admin`.
         which: &'static str,
         /// What is wrong; never the key itself.
+        reason: String,
+    },
+    /// The authorities that vouch for engines cannot be read.
+    #[error("the CA of engines is not usable: {reason}; give certificates in PEM")]
+    Ca {
+        /// What is wrong.
         reason: String,
     },
     /// The connection failed, or broke before the whole reply was read.

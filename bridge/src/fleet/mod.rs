@@ -18,7 +18,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label};
+use crate::engine::{Attached, Ca, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
 use crate::kinds::connect;
@@ -53,6 +53,8 @@ pub struct FleetOptions {
     pub route: Route,
     /// Deadlines of single calls. What bounds a generation is `deadline`, whatever this says.
     pub calls: Deadlines,
+    /// Who vouches for engines at `https://` addresses, as [`ClientOptions::ca`].
+    pub ca: Option<Ca>,
     /// Refuses engines that serve a version that was not published. Any version will do, if `None`.
     pub newest: Option<Newest>,
 }
@@ -68,6 +70,7 @@ impl Default for FleetOptions {
             patience: PATIENCE,
             route: Route::default(),
             calls: Deadlines::default(),
+            ca: None,
             newest: None,
         }
     }
@@ -292,7 +295,8 @@ fn members(
     let known = options.newest.clone().map(|newest| Arc::new(Known::new(newest)));
     // Each attempt has what is left of the sample's time, which no call cuts short.
     let deadlines = options.calls.with_generate(Duration::MAX);
-    let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
+    let mut client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
+    client.ca.clone_from(&options.ca);
     let member = |address: &String| {
         let engine = connect(address, client.clone())?;
         Ok(Arc::new(Member::new(engine, expected.clone(), known.clone(), stirred.clone())))

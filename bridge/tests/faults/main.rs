@@ -15,6 +15,7 @@ mod inline;
 mod patch;
 mod proxy;
 mod scene;
+mod tls;
 mod vllm;
 mod vllm_patch;
 

@@ -305,7 +305,7 @@ fn relay_code(error: &driftless::relay::Error) -> u8 {
 pub fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     use driftless::bridge::Error as Bridge;
     match error {
-        Bridge::Address { .. } => 2,
+        Bridge::Address { .. } | Bridge::Ca { .. } => 2,
         Bridge::Deadline { .. }
         | Bridge::GivenUp { .. }
         | Bridge::Behind { .. }

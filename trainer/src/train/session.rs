@@ -259,6 +259,7 @@ impl<'o> Session<'o> {
             .with_concurrency(options.server_concurrency)
             .with_deadline(options.generate_deadline)
             .with_engines_min(options.engines_min);
+        fleet_options.ca.clone_from(&options.engine_ca);
         fleet_options.newest = self.updates.as_ref().map(Updates::newest_in_store);
         let fleet = Arc::new(self.attach_those_up(&expected, &fleet_options)?);
         self.tell_outlook(&fleet);
