@@ -314,6 +314,20 @@ pub enum Error {
         /// The addresses as given.
         found: Vec<String>,
     },
+    /// An engine that was to be added is in the fleet.
+    #[error("engine {engine} is in the fleet already")]
+    InFleet {
+        /// URL of the engine.
+        engine: String,
+    },
+    /// An engine that was to be taken away is not in the fleet.
+    #[error("engine {engine} is not in the fleet, which has {}", engines_of(.engines))]
+    NotInFleet {
+        /// URL of the engine.
+        engine: String,
+        /// Those that are.
+        engines: Vec<String>,
+    },
     /// A file of a checkpoint cannot be read.
     #[error("cannot read {path}")]
     Read {
@@ -472,6 +486,10 @@ fn during(first: &Option<String>) -> String {
 
 fn awaited(keys: &[String]) -> String {
     if keys.is_empty() { String::new() } else { format!("; its ranks wait for {}", keys.join(", ")) }
+}
+
+fn engines_of(engines: &[String]) -> String {
+    if engines.is_empty() { "none".to_owned() } else { engines.join(", ") }
 }
 
 fn list(items: &[String]) -> String {

@@ -4,6 +4,7 @@
 mod activation;
 mod behind;
 mod calls;
+mod changing;
 mod colocate;
 mod compare;
 mod coordinate;
