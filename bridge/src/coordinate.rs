@@ -15,6 +15,7 @@ use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
+use crate::engine::ClientOptions;
 use crate::engine::Label;
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
@@ -107,9 +108,10 @@ impl Coordinator {
     /// # Errors
     /// [`Error::Address`] for any other form; [`Error::Fleet`] for no address or one twice.
     pub fn new(followers: &[String], options: CoordinatorOptions) -> Result<Self> {
-        let connect = |address: &String| {
-            Connection::new(address, options.keys.clone(), options.connect, REPLY_BYTES_MAX)
-        };
+        let mut client =
+            ClientOptions::default().with_keys(options.keys.clone()).with_reply_bytes_max(REPLY_BYTES_MAX);
+        client.deadlines.connect = options.connect;
+        let connect = |address: &String| Connection::new(address, &client);
         let hosts = followers.iter().map(connect).collect::<Result<Vec<_>>>()?;
         let urls: BTreeSet<_> = hosts.iter().map(|host| &host.engine).collect();
         if hosts.is_empty() || urls.len() != hosts.len() {

@@ -10,7 +10,9 @@ use driftless_store::BoxError;
 #[non_exhaustive]
 pub enum Error {
     /// An engine's address is not one that this crate can call.
-    #[error("engine address {url:?} is not usable: {reason}; give host:port or http://host:port")]
+    #[error(
+        "engine address {url:?} is not usable: {reason}; give host:port, http://host:port or https://host"
+    )]
     Address {
         /// The address, without what may be a secret in it.
         url: String,
@@ -23,6 +25,12 @@ pub enum Error {
         /// `api` or `admin`.
         which: &'static str,
         /// What is wrong; never the key itself.
+        reason: String,
+    },
+    /// The authorities that vouch for engines cannot be read.
+    #[error("the CA of engines is not usable: {reason}; give certificates in PEM")]
+    Ca {
+        /// What is wrong.
         reason: String,
     },
     /// The connection failed, or broke before the whole reply was read.
@@ -306,6 +314,20 @@ pub enum Error {
         /// The addresses as given.
         found: Vec<String>,
     },
+    /// An engine that was to be added is in the fleet.
+    #[error("engine {engine} is in the fleet already")]
+    InFleet {
+        /// URL of the engine.
+        engine: String,
+    },
+    /// An engine that was to be taken away is not in the fleet.
+    #[error("engine {engine} is not in the fleet, which has {}", engines_of(.engines))]
+    NotInFleet {
+        /// URL of the engine.
+        engine: String,
+        /// Those that are.
+        engines: Vec<String>,
+    },
     /// A file of a checkpoint cannot be read.
     #[error("cannot read {path}")]
     Read {
@@ -464,6 +486,10 @@ fn during(first: &Option<String>) -> String {
 
 fn awaited(keys: &[String]) -> String {
     if keys.is_empty() { String::new() } else { format!("; its ranks wait for {}", keys.join(", ")) }
+}
+
+fn engines_of(engines: &[String]) -> String {
+    if engines.is_empty() { "none".to_owned() } else { engines.join(", ") }
 }
 
 fn list(items: &[String]) -> String {

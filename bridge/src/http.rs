@@ -1,5 +1,6 @@
 //! One engine's HTTP connection: a deadline on every call and a bound on every reply. Keys are never shown.
 
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use driftless_http::client_builder;
@@ -11,6 +12,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::engine::ClientOptions;
 use crate::error::{Error, Result};
 use crate::keys::Keys;
 
@@ -87,12 +89,13 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(address: &str, keys: Keys, connect: Duration, reply_bytes_max: usize) -> Result<Self> {
-        let base = parse(address)?;
-        let http = client_builder(connect)
-            .pool_idle_timeout(IDLE)
-            .build()
-            .map_err(Error::set_up("the HTTP client"))?;
+    pub(crate) fn new(address: &str, options: &ClientOptions) -> Result<Self> {
+        let (base, keys, reply_bytes_max) = (parse(address)?, options.keys.clone(), options.reply_bytes_max);
+        let mut client = client_builder(options.deadlines.connect).pool_idle_timeout(IDLE);
+        if let Some(ca) = &options.ca {
+            client = client.tls_certs_only(ca.certificates());
+        }
+        let http = client.build().map_err(Error::set_up("the HTTP client"))?;
         let engine = base.as_str().trim_end_matches('/').to_owned();
         Ok(Self { http, base, engine, keys, reply_bytes_max, limit: None })
     }
@@ -213,7 +216,7 @@ impl Connection {
     }
 
     fn request(&self, call: Call<'_>) -> Result<reqwest::RequestBuilder> {
-        let url = self.base.join(call.path);
+        let url = self.base.join(call.path.trim_start_matches('/'));
         let url = url.map_err(|error| Error::Address { url: call.path.into(), reason: error.to_string() })?;
         let method = if call.method == "POST" { Method::POST } else { Method::GET };
         let key = match call.level {
@@ -245,26 +248,36 @@ async fn reached(limit: &Limit) {
     }
 }
 
-/// `host:port` or `http://host:port`, nothing else: no TLS here, and a path would be dropped silently when
-/// joined.
+/// Whether what is sent to the address can be read on its way to another host.
+pub(crate) fn is_in_clear(address: &str) -> Result<bool> {
+    let url = parse(address)?;
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
+    let is_loopback = host.parse::<IpAddr>().map_or(host == "localhost", |ip| ip.is_loopback());
+    Ok(url.scheme() == "http" && !is_loopback)
+}
+
+/// `host:port`, `http://host:port` or `https://host`, with a path or without; it ends with a slash, for calls to be joined.
 fn parse(address: &str) -> Result<Url> {
     let fail = |reason: &str| Error::Address { url: redact(address), reason: reason.into() };
     let text = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
-    let url = Url::parse(&text).map_err(|error| fail(&error.to_string()))?;
-    if url.scheme() != "http" {
-        return Err(fail("only plain http is supported"));
+    let mut url = Url::parse(&text).map_err(|error| fail(&error.to_string()))?;
+    if !matches!(url.scheme(), "http" | "https") {
+        return Err(fail("it is neither http nor https"));
     }
     if !url.username().is_empty() || url.password().is_some() {
         return Err(fail("keys do not belong into an address"));
     }
-    if url.path() != "/" || url.query().is_some() || url.fragment().is_some() {
-        return Err(fail("it has a path, a query or a fragment"));
+    if url.query().is_some() || url.fragment().is_some() {
+        return Err(fail("it has a query or a fragment"));
     }
     // Port 80 is what an address without a port means; no engine listens there by default, so it is a
     // forgotten port.
-    if url.port().is_none() && !text.trim_end_matches('/').ends_with(":80") {
+    let authority = text.splitn(4, '/').nth(2).unwrap_or_default();
+    if url.scheme() == "http" && url.port().is_none() && !authority.ends_with(":80") {
         return Err(fail("it has no port"));
     }
+    let path = format!("{}/", url.path().trim_end_matches('/'));
+    url.set_path(&path);
     Ok(url)
 }
 
@@ -289,13 +302,24 @@ mod tests {
     #[test]
     fn addresses() {
         let engine = |address: &str| {
-            Connection::new(address, Keys::default(), Duration::from_secs(1), 1).map(|c| c.engine)
+            Connection::new(address, &ClientOptions::default()).map(|connection| connection.engine)
         };
         assert_eq!(engine("127.0.0.1:30000").unwrap(), "http://127.0.0.1:30000");
         assert_eq!(engine("http://[::1]:30000/").unwrap(), "http://[::1]:30000");
-        for bad in
-            ["", "localhost", "https://a:1", "http://a:1/v1", "http://u:p@a:1", "a:99999", "http://a:1?x=1"]
-        {
+        assert_eq!(engine("http://a:80/v1").unwrap(), "http://a/v1");
+        assert_eq!(engine("https://a/base/v1//").unwrap(), "https://a/base/v1");
+        assert_eq!(engine("https://a:1").unwrap(), "https://a:1");
+        for bad in [
+            "",
+            "localhost",
+            "http://a/b:80",
+            "ftp://a:1",
+            "http://u:p@a:1",
+            "https://u@a",
+            "a:99999",
+            "http://a:1?x=1",
+            "https://a#x",
+        ] {
             assert!(matches!(engine(bad), Err(Error::Address { .. })), "{bad:?}");
         }
         for secret in ["http://u:hidden@a:1", "u:hidden@a:1", "http://u:hid?den@a:1", "http://a:1?key=hidden"]
@@ -324,7 +348,7 @@ mod tests {
         let address = listener.local_addr().unwrap().to_string();
         std::thread::spawn(move || one_request_a_connection(&listener));
         let minute = Duration::from_secs(60);
-        let engine = Connection::new(&address, Keys::default(), minute, 9).unwrap();
+        let engine = Connection::new(&address, &ClientOptions::default()).unwrap();
         let call = Call::post("/x", Level::Normal, None, minute);
         let runtime = tokio::runtime::Runtime::new().unwrap();
         let send = |call: Call<'_>| runtime.block_on(engine.send(call)).map(|reply| reply.status);
@@ -334,6 +358,21 @@ mod tests {
         // Whether a connection is back in the pool when the next call starts is the runtime's affair, so this tries on.
         let met = (0..1000).find_map(|_| send(call).err());
         assert!(matches!(met, Some(Error::Unreachable { .. })), "the server does close: {met:?}");
+    }
+
+    #[test]
+    fn is_in_clear_over_plain_http_beyond_this_host() {
+        for (address, expected) in [
+            ("a:1", true),
+            ("http://10.0.0.1:30000/base", true),
+            ("https://10.0.0.1", false),
+            ("localhost:1", false),
+            ("http://[::1]:1", false),
+            ("127.8.0.1:1", false),
+            ("localhost.example:1", true),
+        ] {
+            assert_eq!(is_in_clear(address).unwrap(), expected, "{address}");
+        }
     }
 
     #[test]

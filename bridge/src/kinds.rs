@@ -6,6 +6,7 @@ use driftless_store::redact;
 
 use crate::engine::{ClientOptions, Engine};
 use crate::error::{Error, Result};
+use crate::http;
 use crate::sglang;
 use crate::vllm;
 
@@ -18,15 +19,26 @@ const KINDS: [(&str, Connect); 2] = [
     ("vllm+", |address, options| Ok(Arc::new(vllm::Client::new(address, options)?))),
 ];
 
-/// A client of the engine at an address: `host:port` or `http://host:port` for SGLang,
-/// `vllm+http://host:port` for vLLM. Nothing is sent yet.
+/// A client of the engine at an address: `host:port`, `http://host:port` or `https://host` for SGLang,
+/// `vllm+http://host:port` or `vllm+https://host` for vLLM. Calls go below the address's path, if it has one. Nothing is
+/// sent yet.
 ///
 /// # Errors
 /// [`Error::Address`] for any other form of address.
 pub fn connect(address: &str, options: ClientOptions) -> Result<Arc<dyn Engine>> {
-    let named = KINDS.iter().find_map(|(prefix, connect)| Some((connect, address.strip_prefix(prefix)?)));
-    let (connect, rest) = named.unwrap_or((&KINDS[0].1, address));
+    let (connect, rest) = kind_of(address);
     connect(rest, options)
+}
+
+/// What makes a client, and the address without the kind.
+fn kind_of(address: &str) -> (Connect, &str) {
+    let named = KINDS.iter().find_map(|(prefix, connect)| Some((*connect, address.strip_prefix(prefix)?)));
+    named.unwrap_or((KINDS[0].1, address))
+}
+
+/// Whether what is sent to the address can be read on its way to another host.
+pub(crate) fn is_in_clear(address: &str) -> Result<bool> {
+    http::is_in_clear(kind_of(address).1)
 }
 
 /// An SGLang client of the engine at an address, for what only SGLang can do: taking pushes.
@@ -54,12 +66,13 @@ mod tests {
             ("sglang+http://a:1", "http://a:1", "sglang"),
             ("vllm+http://a:1", "http://a:1", "vllm"),
             ("vllm+a:1/", "http://a:1", "vllm"),
+            ("vllm+https://a/b/", "https://a/b", "vllm"),
         ] {
             let engine = connect(address, ClientOptions::default()).unwrap();
             assert_eq!(engine.url(), url, "{address}");
             assert_eq!(engine.kind(), kind, "{address}");
         }
-        for address in ["vllm+", "vllm+https://a:1", "tgi+http://a:1", "vllm+sglang+http://a:1"] {
+        for address in ["vllm+", "vllm+ftp://a:1", "tgi+http://a:1", "vllm+sglang+http://a:1"] {
             let refused = connect(address, ClientOptions::default());
             assert!(matches!(refused, Err(Error::Address { .. })), "{address}");
         }

@@ -119,6 +119,7 @@ pub(crate) fn bridge(error: Bridge) -> PyErr {
     let code = command::bridge_code(&error);
     let class = match &error {
         Bridge::Address { .. }
+        | Bridge::Ca { .. }
         | Bridge::Key { .. }
         | Bridge::Label { .. }
         | Bridge::Request { .. }

@@ -10,6 +10,7 @@ mod coordinate;
 mod data;
 mod delta;
 mod doctor;
+mod fleet;
 mod follow;
 mod gc;
 mod inspect;
@@ -104,6 +105,7 @@ commands! {
     Quantize: absent,
     Publish: publish,
     Follow: follow,
+    Fleet: fleet,
     Coordinate: coordinate,
     Data: data,
     Delta: delta,

@@ -29,6 +29,8 @@ pub mod s3;
 pub mod sglang;
 pub mod stranger;
 #[cfg(feature = "servers")]
+pub mod tls;
+#[cfg(feature = "servers")]
 pub mod tree;
 #[cfg(feature = "servers")]
 pub mod vllm;

@@ -499,3 +499,36 @@ fn flags_that_would_change_nothing_are_refused() {
         assert!(found.contains(words), "{flags:?}: {found}");
     }
 }
+
+#[test]
+fn key_in_clear_text_is_warned_of_with_its_flags() {
+    let run = Run::new();
+    let key = run.path("key");
+    std::fs::write(&key, "secret").expect("a file");
+    // There is no run, so that no engine is called.
+    let follow = |engines: &[&str]| {
+        let mut command = driftless();
+        command.args(["follow", "--store", "memory:", "--run", "r", "--once", "--checkpoint-dir"]);
+        command.arg(run.path("host")).arg("--api-key-file").arg(&key);
+        engines.iter().for_each(|engine| _ = command.args(["--engine", engine]));
+        code(&mut command).1
+    };
+    let words = follow(&["http://192.0.2.1:1", "https://192.0.2.2", "vllm+192.0.2.3:1", "127.0.0.1:1"]);
+    assert_eq!(words.matches("clear text").count(), 1, "{words}");
+    for part in ["to http://192.0.2.1:1, vllm+192.0.2.3:1:", "--api-key-file", "--engine "] {
+        assert!(words.contains(part), "{part}: {words}");
+    }
+    assert!(!words.contains("secret") && !words.contains("192.0.2.2"), "{words}");
+    assert!(!follow(&["https://192.0.2.2", "localhost:1"]).contains("clear text"));
+}
+
+#[test]
+fn engine_ca_without_a_certificate_is_named_with_its_flag() {
+    let run = Run::new();
+    let ca = run.path("ca");
+    std::fs::write(&ca, "no certificate").expect("a file");
+    let mut command = driftless();
+    command.args(["follow", "--store", "memory:", "--run", "r", "--checkpoint-dir"]).arg(run.path("host"));
+    let words = refused(command.args(["--engine", "https://192.0.2.1", "--engine-ca"]).arg(&ca));
+    assert!(words.contains("--engine-ca") && words.contains(&ca.display().to_string()), "{words}");
+}

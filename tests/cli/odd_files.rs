@@ -29,8 +29,13 @@ fn fifo_in_place_of_a_stored_file_or_key_is_named() {
         assert_eq!(status, Some(2), "{words}");
         words
     };
-    for words in [key("publish", "--sign-key"), key("follow", "--trust-key"), key("follow", "--api-key-file")]
-    {
+    for (name, flag) in [
+        ("publish", "--sign-key"),
+        ("follow", "--trust-key"),
+        ("follow", "--api-key-file"),
+        ("follow", "--engine-ca"),
+    ] {
+        let words = key(name, flag);
         assert!(words.contains("a device, a pipe or a socket"), "{words}");
     }
     // A log: its segment, and its lock.

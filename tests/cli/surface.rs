@@ -95,6 +95,8 @@ fn sound(run: &mut Run) -> Vec<Sound> {
             &[&"--store", &store, &"--cache-dir", &cache, &"--listen", &"192.0.2.1:1"],
             &[],
         ),
+        Sound::new(&["fleet", "list"], &[], &[&host]),
+        Sound::new(&["fleet", "drain"], &[], &[&host, Path::new("127.0.0.1:1")]),
         Sound::new(&["inspect"], &[&"--store", &store], &[]),
         Sound::new(&["doctor"], &[&"--store", &store, &"--checkpoint-dir", &host], &[]),
         Sound::new(&["status"], &[&"--store", &store, &"--run", &"test"], &[]),

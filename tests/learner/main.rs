@@ -6,6 +6,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod fleet;
 
 use common::{Process, code, driftless};
 use driftless_buffer::{PromptState, Reader};
@@ -90,23 +91,18 @@ impl Stage {
     }
 
     fn follower(&self) -> Process {
+        self.follower_of("host-0", "host", &self.engine)
+    }
+
+    /// The follower with this id, which keeps a directory for an engine.
+    fn follower_of(&self, id: &str, host: &str, engine: &Vllm) -> Process {
         let mut command = driftless();
-        command.args([
-            "follow",
-            "--run",
-            "test",
-            "--id",
-            "host-0",
-            "--poll-ms",
-            "20",
-            "--engine-poll-ms",
-            "20",
-        ]);
-        command.args(["--engine", &self.engine.url()]);
+        command.args(["follow", "--run", "test", "--id", id, "--poll-ms", "20", "--engine-poll-ms", "20"]);
+        command.args(["--engine", &engine.url()]);
         command.arg("--store").arg(self.at("store"));
-        command.arg("--checkpoint-dir").arg(self.at("host"));
+        command.arg("--checkpoint-dir").arg(self.at(host));
         command.arg("--hf-checkpoint").arg(self.at("model"));
-        Process::start("follower", self.dir.path(), &mut command)
+        Process::start(&format!("follower-{id}"), self.dir.path(), &mut command)
     }
 
     fn trainer(&self, faults: &str) -> Command {

@@ -235,7 +235,7 @@ fn way_of_the_weights_that_cannot_be_meant_is_refused() {
     let stage = Stage::new(dir.path(), dir.path());
     let nccl = ["--update-weight-transport", "nccl", "--nccl-library", "/nowhere/libnccl.so.2"];
     let cases: [(&[&str], &str); 8] = [
-        (&["--rollout-external-engine-addrs", "https://a:1"], "engine address \"https://a:1\" is not usable"),
+        (&["--rollout-external-engine-addrs", "ftp://a:1"], "engine address \"ftp://a:1\" is not usable"),
         (&["--update-weight-transport", "ucx"], "expected disk, object or nccl"),
         (&["--update-weight-transport", "nccl"], "--nccl-library"),
         (&["--colocate", "--update-weight-transport", "nccl"], "cannot be used with"),

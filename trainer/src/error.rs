@@ -118,6 +118,31 @@ pub enum Error {
     /// A publication or a store answered with an error.
     #[error(transparent)]
     Transport(#[from] driftless_transport::Error),
+    /// Nobody answers for a run that is to be asked for its engines.
+    #[error(
+        "no run answered at {path} within {after:?}: its loop does not run, or has not attached its engines yet"
+    )]
+    NoRun {
+        /// The socket.
+        path: PathBuf,
+        /// The deadline.
+        after: Duration,
+        /// What became of the connection.
+        source: std::io::Error,
+    },
+    /// A run did not change its engines.
+    #[error("the run in {path} refused: {why}")]
+    FleetRefused {
+        /// The run's directory.
+        path: PathBuf,
+        /// Its reason.
+        why: String,
+    },
+    /// The engines of this run cannot change while it runs.
+    #[error(
+        "the loop pushes versions into its engines (`push`), which are those that it began with: end the run, and go on with others in `rollout_external_engine_addrs`"
+    )]
+    FleetFixed,
     /// The state directory belongs to another run.
     #[error(
         "the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own"

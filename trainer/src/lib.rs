@@ -7,6 +7,7 @@
 pub mod advantage;
 mod chat;
 pub mod data;
+pub mod door;
 mod error;
 pub mod hook;
 pub mod learner;

@@ -161,29 +161,12 @@ pub fn forecast(config: &ModelConfig) -> String {
 mod tests {
     use std::path::Path;
 
-    use driftless_transport::Dtype;
-
     use super::super::PluginOptions;
     use super::super::plugin::Unready;
     use super::*;
 
     fn identity(no_checksums: Option<&str>) -> Identity {
-        Identity {
-            version: None,
-            device: None,
-            tp: 1,
-            dtype: Dtype::Bf16,
-            config_compared: true,
-            tokenizer: None,
-            spans: false,
-            no_checksums: no_checksums.map(str::to_owned),
-            load_format: None,
-            loads_only: None,
-            flushes: false,
-            labels_with_patch: true,
-            sessions: false,
-            saves_memory: false,
-        }
+        Identity { no_checksums: no_checksums.map(str::to_owned), ..Identity::made_up() }
     }
 
     #[test]

@@ -45,6 +45,29 @@ pub struct Identity {
     pub(crate) saves_memory: bool,
 }
 
+#[cfg(test)]
+impl Identity {
+    /// Of an engine that a test makes up.
+    pub(crate) fn made_up() -> Self {
+        Self {
+            version: None,
+            device: None,
+            tp: 1,
+            dtype: Dtype::Bf16,
+            config_compared: true,
+            tokenizer: None,
+            spans: false,
+            no_checksums: None,
+            load_format: None,
+            loads_only: None,
+            flushes: false,
+            labels_with_patch: true,
+            sessions: false,
+            saves_memory: false,
+        }
+    }
+}
+
 /// What an engine says of itself to whoever expects nothing of it yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]

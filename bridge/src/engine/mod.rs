@@ -36,7 +36,7 @@ pub(crate) use generate::{Mismatch, log_probability};
 pub use identity::{About, Identity};
 pub(crate) use identity::{Check, local};
 pub use label::Label;
-pub use options::{ClientOptions, Deadlines};
+pub use options::{Ca, ClientOptions, Deadlines};
 pub(crate) use sums::check;
 pub use sums::{LiveWeights, Sums};
 pub(crate) use tensors::{check_tensors, check_tied};

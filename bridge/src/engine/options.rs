@@ -4,6 +4,11 @@ use std::time::Duration;
 
 use derive_setters::Setters;
 
+use driftless_http::client_builder;
+use driftless_store::chain_text;
+use reqwest::Certificate;
+
+use crate::error::{Error, Result};
 use crate::keys::Keys;
 
 /// How long each kind of call may take, connection and reply included.
@@ -46,13 +51,42 @@ pub struct ClientOptions {
     pub keys: Keys,
     /// Deadlines of its calls.
     pub deadlines: Deadlines,
+    /// Who vouches for engines at `https://` addresses, and nobody else then; those that the system trusts, if `None`.
+    pub ca: Option<Ca>,
     /// Bound on one reply, in bytes.
     pub reply_bytes_max: usize,
 }
 
 impl Default for ClientOptions {
-    /// No keys, the default deadlines, 64 MiB.
+    /// No keys, the default deadlines, the system's CAs, 64 MiB.
     fn default() -> Self {
-        Self { keys: Keys::default(), deadlines: Deadlines::default(), reply_bytes_max: 64 << 20 }
+        Self { keys: Keys::default(), deadlines: Deadlines::default(), ca: None, reply_bytes_max: 64 << 20 }
+    }
+}
+
+/// Certificates of authorities that vouch for engines.
+#[derive(Debug, Clone)]
+pub struct Ca(Vec<Certificate>);
+
+impl Ca {
+    /// Reads one PEM certificate or several.
+    ///
+    /// # Errors
+    /// [`Error::Ca`] for anything else, and where there is none.
+    pub fn from_pem(pem: &[u8]) -> Result<Self> {
+        let refused = |reason: String| Error::Ca { reason };
+        let certificates = Certificate::from_pem_bundle(pem);
+        let certificates = certificates.map_err(|error| refused(chain_text(&error)))?;
+        if certificates.is_empty() {
+            return Err(refused("it has no PEM certificate".into()));
+        }
+        // Only a client looks into them.
+        let client = client_builder(Duration::ZERO).tls_certs_only(certificates.clone()).build();
+        client.map_err(|error| refused(chain_text(&error)))?;
+        Ok(Self(certificates))
+    }
+
+    pub(crate) fn certificates(&self) -> impl Iterator<Item = Certificate> {
+        self.0.clone().into_iter()
     }
 }

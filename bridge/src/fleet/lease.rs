@@ -41,9 +41,12 @@ impl Lease {
 
     pub(super) async fn attempt(mut self, request: &GenerateRequest, minimum: Option<&Label>) -> Attempt {
         self.unanswered = true;
-        let Ok(outcome) = tokio::time::timeout(self.left, self.generate(request)).await else {
-            return self.late(self.left).await;
+        let outcome = tokio::select! {
+            biased;
+            () = self.member.gone() => return self.again("it was removed from the fleet".into()),
+            outcome = tokio::time::timeout(self.left, self.generate(request)) => outcome,
         };
+        let Ok(outcome) = outcome else { return self.late(self.left).await };
         self.unanswered = matches!(outcome, Err(Error::Deadline { .. }));
         match outcome {
             Ok((generation, before)) => {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use driftless_store::chain_text;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::newest::Known;
@@ -26,6 +26,11 @@ pub(super) struct Member {
     known: Option<Arc<Known>>,
     /// Notified after it may have become one that can take a request.
     stirred: Arc<Notify>,
+    /// Notified after its own task may have something to do: it went down, is to drain or has drained, or another version
+    /// is wanted.
+    pub(super) changed: Notify,
+    /// Whether it is no longer in the fleet.
+    gone: watch::Sender<bool>,
     state: Mutex<Standing>,
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
 }
@@ -38,12 +43,20 @@ struct Answer {
 }
 
 /// What is known of an engine.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(super) struct Standing {
+    /// Which engine it is: no other one of the fleet ever has this.
+    pub(super) id: u64,
     /// Absent until it is attached.
     pub(super) identity: Option<Identity>,
     /// Whether it answered the last time it was asked anything.
     pub(super) up: bool,
+    /// When it went up or down, or joined.
+    pub(super) since: Instant,
+    /// Until when it may finish its requests, where it is to go.
+    pub(super) draining: Option<Instant>,
+    /// Whether it answered as an engine that does not fit, the last time that it did not do.
+    pub(super) refused: bool,
     /// What it serves, as far as known.
     pub(super) serving: Option<String>,
     pub(super) in_flight: usize,
@@ -52,18 +65,21 @@ pub(super) struct Standing {
     /// Why it did not do what it was asked, the last time that happened.
     pub(super) failure: Option<String>,
     /// The failure that the log told of last, until the engine gives a whole reply.
-    told: Option<String>,
+    pub(super) told: Option<String>,
 }
 
 impl Member {
     /// The engine, which is out until it is attached.
     pub(super) fn new(
+        id: u64,
         engine: Arc<dyn Engine>,
         expected: Expected,
         known: Option<Arc<Known>>,
         stirred: Arc<Notify>,
     ) -> Self {
-        Self { engine, expected, known, stirred, state: Mutex::default(), looking: Arc::default() }
+        let state = Mutex::new(Standing::new(id, Instant::now()));
+        let (changed, gone) = (Notify::new(), watch::Sender::new(false));
+        Self { engine, expected, known, stirred, changed, gone, state, looking: Arc::default() }
     }
 
     /// Attaches the engine.
@@ -117,6 +133,13 @@ impl Member {
         }
     }
 
+    /// As [`Member::look`], unless another look runs or just ended.
+    pub(super) async fn look_in_turn(&self) {
+        if let Some(turn) = self.turn() {
+            self.look_in(turn).await;
+        }
+    }
+
     fn turn(&self) -> Option<Turn> {
         let turn = self.looking.clone().try_lock_owned().ok()?;
         turn.is_none_or(|last| last.elapsed() >= LOOK_EVERY).then_some(turn)
@@ -148,6 +171,9 @@ impl Member {
 
     fn answered(&self, answer: Answer) {
         let mut state = self.state();
+        if !state.up {
+            state.since = Instant::now();
+        }
         (state.up, state.serving) = (true, answer.serving);
         state.identity = answer.identity.or(state.identity.take());
         drop(state);
@@ -162,35 +188,101 @@ impl Member {
 
     /// A request is no longer under way.
     pub(super) fn freed(&self) {
-        self.state().in_flight -= 1;
+        let mut state = self.state();
+        state.in_flight -= 1;
+        let has_drained = state.draining.is_some() && state.in_flight == 0;
+        drop(state);
+        if has_drained {
+            self.changed.notify_one();
+        }
         self.stirred.notify_one();
+    }
+
+    /// Gives it no more requests, and those that it has until then; the earlier of two times counts.
+    pub(super) fn drain(&self, until: Instant) {
+        let mut state = self.state();
+        state.draining = Some(state.draining.map_or(until, |earlier| earlier.min(until)));
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Until when it may finish its requests, and whether it has none.
+    pub(super) fn drains(&self) -> (Option<Instant>, bool) {
+        let state = self.state();
+        (state.draining, state.in_flight == 0)
+    }
+
+    /// It is no longer in the fleet.
+    pub(super) fn leave(&self) {
+        self.gone.send_replace(true);
+    }
+
+    /// Waits until it is no longer in the fleet.
+    pub(super) async fn gone(&self) {
+        // The other end is this engine's own.
+        let _ = self.gone.subscribe().wait_for(|gone| *gone).await;
+    }
+
+    /// Which engine it is.
+    pub(super) fn id(&self) -> u64 {
+        self.state().id
     }
 
     /// Takes the engine out until it is attached again.
     pub(super) fn failed(&self, error: &Error) {
         let failure = chain_text(error);
-        if self.state().failed(&failure, !error.is_transient()) {
+        let mut state = self.state();
+        let was_up = state.up;
+        let is_news = state.failed(&failure, !error.is_transient(), Instant::now());
+        drop(state);
+        if was_up {
+            self.changed.notify_one();
+        }
+        if is_news {
             tracing::warn!(engine = self.engine.url(), error = failure, "engine is out");
         }
     }
 }
 
 impl Standing {
-    /// Only what routing goes by.
-    pub(super) fn for_routing(&self) -> Self {
-        let Self { up, in_flight, .. } = *self;
-        Self { up, in_flight, serving: self.serving.clone(), ..Self::default() }
+    /// Of an engine that joins.
+    pub(super) fn new(id: u64, since: Instant) -> Self {
+        Self {
+            id,
+            identity: None,
+            up: false,
+            since,
+            draining: None,
+            refused: false,
+            serving: None,
+            in_flight: 0,
+            left: false,
+            failure: None,
+            told: None,
+        }
     }
 
-    /// Whether the engine is up, and serves this version or a later one of its run; any will do where none is asked
+    /// Only what routing goes by.
+    pub(super) fn for_routing(&self) -> Self {
+        let Self { id, up, since, draining, in_flight, .. } = *self;
+        Self { up, draining, in_flight, serving: self.serving.clone(), ..Self::new(id, since) }
+    }
+
+    /// Whether the engine is up and stays, and serves this version or a later one of its run; any will do where none is asked
     /// for.
     pub(super) fn may_take(&self, minimum: Option<&Label>) -> bool {
-        self.up && minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
+        self.up
+            && self.draining.is_none()
+            && minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
     }
 
     /// It failed, or was refused. Returns whether the log has to tell of it: an engine that tells its version and fails
     /// at each generation comes back and goes out again all the time. That one which was out does not answer is no news.
-    fn failed(&mut self, failure: &str, is_refused: bool) -> bool {
+    fn failed(&mut self, failure: &str, is_refused: bool, now: Instant) -> bool {
+        if self.up {
+            self.since = now;
+        }
+        self.refused = is_refused;
         let is_news = (self.up || is_refused) && self.told.as_deref() != Some(failure);
         if is_news {
             self.told = Some(failure.to_owned());
@@ -223,22 +315,22 @@ mod tests {
 
     #[test]
     fn failure_is_told_once_until_a_whole_reply_came() {
-        let mut state = Standing { up: true, ..Standing::default() };
-        assert!(state.failed("a", false) && !state.up, "it was up");
-        assert!(!state.failed("b", false), "it is out already");
+        let mut state = Standing { up: true, ..Standing::new(0, Instant::now()) };
+        assert!(state.failed("a", false, Instant::now()) && !state.up, "it was up");
+        assert!(!state.failed("b", false, Instant::now()), "it is out already");
         for (failure, is_news) in [("a", false), ("b", true), ("b", false)] {
             state.up = true;
-            assert_eq!(state.failed(failure, false), is_news, "{failure}");
+            assert_eq!(state.failed(failure, false, Instant::now()), is_news, "{failure}");
             assert_eq!(state.describe(), failure);
         }
         state.replied();
         state.up = true;
-        assert!(state.failed("b", false));
+        assert!(state.failed("b", false, Instant::now()));
     }
 
     #[test]
     fn failed_engine_that_comes_and_is_refused_is_told_of_once() {
-        let mut state = Standing::default();
+        let mut state = Standing::new(0, Instant::now());
         for (failure, is_refused, is_news) in [
             ("no answer", false, false),
             ("another model", true, true),
@@ -247,7 +339,7 @@ mod tests {
             ("another model", true, false),
             ("another dtype", true, true),
         ] {
-            assert_eq!(state.failed(failure, is_refused), is_news, "{failure}");
+            assert_eq!(state.failed(failure, is_refused, Instant::now()), is_news, "{failure}");
         }
     }
 }

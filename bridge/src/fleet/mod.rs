@@ -3,36 +3,44 @@
 mod lease;
 mod member;
 mod newest;
+mod phase;
 mod places;
 mod queue;
+mod roster;
 mod route;
 mod wait;
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use derive_setters::Setters;
 
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label};
+use crate::engine::{Attached, Ca, Deadlines, Expected, GenerateRequest, Generation, Label};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
-use crate::kinds::connect;
 use lease::{Attempt, Lease};
 use member::{LOOK_EVERY, Member, Standing};
-use newest::Known;
 pub use newest::Newest;
+pub use phase::Phase;
 use queue::{Queue, Waiter};
+use roster::{Roster, check_once};
 pub use route::Route;
 use route::Router;
 use wait::{Bounds, Seen, Verdict, judge};
 
 /// How much longer than enough engines the others are waited for, unless told.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long an engine may take to answer, and to come to a version, before it is lost, unless told.
+const JOINING: Duration = Duration::from_secs(600);
+const SYNCING: Duration = Duration::from_secs(300);
+
+/// What there is to say of a fleet of which every engine was taken away.
+const NO_ENGINE: &str = "the fleet has no engine";
 
 /// Options of a [`Fleet`].
 #[derive(Debug, Clone, Setters)]
@@ -49,25 +57,37 @@ pub struct FleetOptions {
     pub engines_min: Option<usize>,
     /// Once so many serve a version, how much longer the others are waited for.
     pub patience: Duration,
+    /// How long an engine that was added may take to answer, before its phase is [`Phase::Lost`].
+    pub joining: Duration,
+    /// How long an engine may take to serve what is asked for, before its phase is [`Phase::Lost`].
+    pub syncing: Duration,
     /// How requests find their engine.
     pub route: Route,
     /// Deadlines of single calls. What bounds a generation is `deadline`, whatever this says.
     pub calls: Deadlines,
+    /// Who vouches for engines at `https://` addresses, as [`ClientOptions::ca`].
+    pub ca: Option<Ca>,
+    /// Those of the addresses whose engines get no key.
+    pub keyless: Vec<String>,
     /// Refuses engines that serve a version that was not published. Any version will do, if `None`.
     pub newest: Option<Newest>,
 }
 
 impl Default for FleetOptions {
-    /// 64 requests per engine, 10 minutes, all engines, 10 s of patience, the least loaded engine, default deadlines,
-    /// any version.
+    /// 64 requests per engine, 10 minutes, all engines, 10 s of patience, 10 minutes to join and 5 to sync, the least
+    /// loaded engine, default deadlines, the system's CAs, keys for all, any version.
     fn default() -> Self {
         Self {
             concurrency: 64,
             deadline: Duration::from_secs(600),
             engines_min: None,
             patience: PATIENCE,
+            joining: JOINING,
+            syncing: SYNCING,
             route: Route::default(),
             calls: Deadlines::default(),
+            ca: None,
+            keyless: Vec::new(),
             newest: None,
         }
     }
@@ -79,6 +99,8 @@ impl Default for FleetOptions {
 pub struct EngineStatus {
     /// Its URL.
     pub url: String,
+    /// Where it is on its way.
+    pub phase: Phase,
     /// Whether it answered the last time it was asked anything.
     pub up: bool,
     /// The label it served then.
@@ -89,10 +111,13 @@ pub struct EngineStatus {
     pub failure: Option<String>,
 }
 
-/// A set of engines that serve one model. Shared by reference between tasks.
+/// A set of engines that serve one model, which may change. Shared by reference between tasks.
+///
+/// Each engine has a task of its own, which looks at it every second while it gets no requests: engines that went down,
+/// were refused or are late come back by themselves. One that was down is asked anew who it is.
 #[derive(Debug)]
 pub struct Fleet {
-    members: Vec<Arc<Member>>,
+    roster: Arc<Roster>,
     vocabulary: u64,
     options: FleetOptions,
     /// Asks for places.
@@ -114,8 +139,13 @@ impl Fleet {
         expected: &Expected,
         options: FleetOptions,
     ) -> Result<Self> {
-        let stirred = Arc::new(Notify::new());
-        let members = members(addresses, keys, expected, &options, &stirred)?;
+        let (roster, nothing) = (Roster::new(expected, &options), Keys::default());
+        let member = |address: &String| {
+            let has_keys = !options.keyless.contains(address);
+            roster.member(address, if has_keys { keys } else { &nothing })
+        };
+        let members = addresses.iter().map(member).collect::<Result<Vec<_>>>()?;
+        check_once(addresses, &members)?;
         let attach = |member: &Arc<Member>| {
             let member = member.clone();
             tokio::spawn(async move { member.attach().await })
@@ -134,24 +164,68 @@ impl Fleet {
         if attached < wanted {
             return Err(Error::Unattached { wanted, attached, away });
         }
+        members.into_iter().try_for_each(|member| roster.enter(member))?;
         let vocabulary = expected.config.vocabulary;
         let queue = Queue::new(Router::new(options.route, options.concurrency));
-        let ask = places::start(members.clone(), queue, stirred);
-        Ok(Self { members, vocabulary, options, ask })
+        let ask = places::start(roster.clone(), queue);
+        Ok(Self { roster, vocabulary, options, ask })
+    }
+
+    /// The URL of the engine at an address.
+    ///
+    /// # Errors
+    /// [`Error::Address`]; [`Error::NotInFleet`].
+    pub fn url_of(&self, address: &str) -> Result<String> {
+        Ok(self.roster.find(address)?.engine.url().to_owned())
+    }
+
+    /// Takes in the engine at an address, and returns its URL. It is attached when it answers, and gets requests once it
+    /// serves what they ask for. It gets these keys, and no others.
+    ///
+    /// # Errors
+    /// [`Error::Address`]; [`Error::InFleet`] for an engine that is there already.
+    pub fn add(&self, address: &str, keys: &Keys) -> Result<String> {
+        let member = self.roster.member(address, keys)?;
+        let url = member.engine.url().to_owned();
+        self.roster.enter(member)?;
+        Ok(url)
+    }
+
+    /// Gives an engine no more requests, lets it finish those that it has, and then, or after `deadline`, lets it go as
+    /// [`Fleet::remove`] does. It goes also where the future is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Address`]; [`Error::NotInFleet`].
+    pub async fn drain(&self, address: &str, deadline: Duration) -> Result<()> {
+        let member = self.roster.find(address)?;
+        member.drain(later(Instant::now(), deadline));
+        member.gone().await;
+        Ok(())
+    }
+
+    /// Lets an engine go at once. Requests that it has are aborted there, and tried elsewhere. Without any engine left,
+    /// requests wait as they do where all are down.
+    ///
+    /// # Errors
+    /// [`Error::Address`]; [`Error::NotInFleet`].
+    pub fn remove(&self, address: &str) -> Result<()> {
+        self.roster.leave(&*self.roster.find(address)?);
+        Ok(())
     }
 
     /// The engines that were attached, as they were last.
     pub fn engines(&self) -> Vec<Attached> {
-        self.members.iter().filter_map(|member| member.attached()).collect()
+        self.roster.members().iter().filter_map(|member| member.attached()).collect()
     }
 
     /// What is known of each engine, without asking it.
     pub fn status(&self) -> Vec<EngineStatus> {
         let status = |member: &Arc<Member>| {
             let Standing { up, serving, in_flight, failure, .. } = member.state().clone();
-            EngineStatus { url: member.engine.url().to_owned(), up, serving, in_flight, failure }
+            let (url, phase) = (member.engine.url().to_owned(), self.roster.phase(member));
+            EngineStatus { url, phase, up, serving, in_flight, failure }
         };
-        self.members.iter().map(status).collect()
+        self.roster.members().iter().map(status).collect()
     }
 
     /// Asks every engine what it serves, all at once, and returns what is known of each afterwards.
@@ -159,10 +233,8 @@ impl Fleet {
     /// # Errors
     /// [`Error::SetUp`] if this runtime is shut down.
     pub async fn look(&self) -> Result<Vec<EngineStatus>> {
-        let looks = self.members.iter().map(|member| {
-            let member = member.clone();
-            tokio::spawn(async move { member.look().await })
-        });
+        let looks = self.roster.members().into_iter();
+        let looks = looks.map(|member| tokio::spawn(async move { member.look().await }));
         for look in looks.collect::<Vec<_>>() {
             joined(look).await?;
         }
@@ -189,6 +261,7 @@ impl Fleet {
         minimum: Option<&Label>,
     ) -> Result<Generation> {
         request.validate(Some(self.vocabulary))?;
+        minimum.inspect(|minimum| self.roster.want(minimum));
         let mut left = self.options.deadline;
         loop {
             let Some(lease) = self.lease(&request, minimum, left).await? else {
@@ -221,15 +294,17 @@ impl Fleet {
             deadline,
         };
         let mut enough_since = None;
+        self.roster.want(label);
         loop {
+            let members = self.roster.members();
             // Also at those that are not waited for: they may have caught up.
-            self.members.iter().for_each(|member| member.clone().look_aside());
+            members.iter().for_each(|member| member.clone().look_aside());
             let (there, lacking): (Vec<_>, Vec<_>) =
-                self.members.iter().partition(|member| member.state().may_take(Some(label)));
+                members.iter().partition(|member| member.state().may_take(Some(label)));
             there.iter().for_each(|member| member.state().left = false);
             let awaited = |member: &&&Arc<Member>| {
                 let state = member.state();
-                state.up && !state.left
+                state.up && !state.left && state.draining.is_none()
             };
             let awaited: Vec<_> = lacking.iter().filter(awaited).collect();
             if there.len() >= bounds.wanted {
@@ -238,7 +313,10 @@ impl Fleet {
             let since_enough = enough_since.map_or(Duration::ZERO, |since: Instant| since.elapsed());
             let elapsed = begin.elapsed();
             let seen = Seen { there: there.len(), awaited: awaited.len(), since_enough, elapsed };
-            let laggards = || lacking.iter().map(|member| member.describe()).collect();
+            let laggards = || match members.is_empty() {
+                true => vec![NO_ENGINE.to_owned()],
+                false => lacking.iter().map(|member| member.describe()).collect(),
+            };
             match judge(bounds, seen) {
                 Verdict::Wait => tokio::time::sleep(LOOK_EVERY).await,
                 Verdict::GoOn => {
@@ -272,37 +350,23 @@ impl Fleet {
     }
 
     fn exhausted(&self, request: &GenerateRequest) -> Error {
-        let attempts = self.members.iter().map(|member| {
+        let attempt = |member: &Arc<Member>| {
             let state = member.state();
             format!("{}: {}", member.engine.url(), state.failure.clone().unwrap_or_else(|| state.describe()))
-        });
+        };
+        let mut attempts: Vec<_> = self.roster.members().iter().map(attempt).collect();
+        if attempts.is_empty() {
+            attempts.push(NO_ENGINE.to_owned());
+        }
         let (rid, after) = (request.rid.to_string(), self.options.deadline);
-        Error::Exhausted { rid, after, attempts: attempts.collect() }
+        Error::Exhausted { rid, after, attempts }
     }
 }
 
-/// The engines at these addresses, not attached yet.
-fn members(
-    addresses: &[String],
-    keys: &Keys,
-    expected: &Expected,
-    options: &FleetOptions,
-    stirred: &Arc<Notify>,
-) -> Result<Vec<Arc<Member>>> {
-    let known = options.newest.clone().map(|newest| Arc::new(Known::new(newest)));
-    // Each attempt has what is left of the sample's time, which no call cuts short.
-    let deadlines = options.calls.with_generate(Duration::MAX);
-    let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
-    let member = |address: &String| {
-        let engine = connect(address, client.clone())?;
-        Ok(Arc::new(Member::new(engine, expected.clone(), known.clone(), stirred.clone())))
-    };
-    let members = addresses.iter().map(member).collect::<Result<Vec<_>>>()?;
-    let urls: BTreeSet<_> = members.iter().map(|member| member.engine.url()).collect();
-    if members.is_empty() || urls.len() != members.len() {
-        return Err(Error::Fleet { found: addresses.to_vec() });
-    }
-    Ok(members)
+/// So much later, or as late as the clock goes.
+fn later(now: Instant, by: Duration) -> Instant {
+    // A century is beyond any wait, and within any clock.
+    now + by.min(Duration::from_secs(100 * 365 * 24 * 3600))
 }
 
 /// The result of a task of ours, which nobody cancels.

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::lease::Lease;
 use super::member::{Member, Standing};
 use super::queue::{Queue, Waiter};
+use super::roster::Roster;
 
 /// Time between two looks at the engines that requests lack.
 const RECHECK: Duration = Duration::from_millis(100);
@@ -17,20 +18,21 @@ const RECHECK: Duration = Duration::from_millis(100);
 const ASKED: usize = 64;
 
 struct Places {
-    members: Vec<Arc<Member>>,
+    roster: Arc<Roster>,
     queue: Queue,
     asked: mpsc::Receiver<Waiter>,
-    stirred: Arc<Notify>,
 }
 
-/// Starts the task, which ends once what is returned is dropped. `stirred` tells it that an engine may have a place.
+/// Starts the task, which ends once what is returned is dropped. The roster's `stirred` tells it that an engine may have
+/// a place.
 ///
-/// No wake-up is lost. Whatever frees a place, or makes an engine one that may take more, is done before `stirred` is
-/// notified. The task alone waits for `stirred`, which keeps one notification until then. So a look at all engines
+/// No wake-up is lost. Whatever frees a place, makes an engine one that may take more, or changes the roster, is done
+/// before `stirred` is notified. The task alone waits for `stirred`, which keeps one notification until then. So a look at all engines
 /// follows each change. Nobody else takes places: none that is seen to be free is taken meanwhile.
-pub(super) fn start(members: Vec<Arc<Member>>, queue: Queue, stirred: Arc<Notify>) -> mpsc::Sender<Waiter> {
+/// An engine that leaves meanwhile tells the lease.
+pub(super) fn start(roster: Arc<Roster>, queue: Queue) -> mpsc::Sender<Waiter> {
     let (ask, asked) = mpsc::channel(ASKED);
-    tokio::spawn(Places { members, queue, asked, stirred }.run());
+    tokio::spawn(Places { roster, queue, asked }.run());
     ask
 }
 
@@ -44,25 +46,27 @@ impl Places {
                     Some(waiter) => self.queue.push(waiter),
                     None => return,
                 },
-                () = self.stirred.notified() => {}
+                () = self.roster.stirred.notified() => {}
                 _ = ticks.tick(), if !self.queue.is_empty() => self.look(),
             }
-            for (at, waiter) in self.queue.serve(&mut self.standings()) {
+            let members = self.roster.members();
+            for (at, waiter) in self.queue.serve(&mut standings(&members)) {
                 let Waiter { rid, left, answer, .. } = waiter;
                 // One that was given up just now drops the lease, which gives the place back.
-                let _ = answer.send(Lease::new(self.members[at].clone(), rid, left));
+                let _ = answer.send(Lease::new(members[at].clone(), rid, left));
             }
         }
     }
 
     /// Asks the engines that requests lack what they serve.
     fn look(&mut self) {
-        let lacked = self.queue.age(&self.standings(), Instant::now());
-        let lacked = self.members.iter().zip(lacked).filter(|(_, is_lacked)| *is_lacked);
+        let members = self.roster.members();
+        let lacked = self.queue.age(&standings(&members), Instant::now());
+        let lacked = members.iter().zip(lacked).filter(|(_, is_lacked)| *is_lacked);
         lacked.for_each(|(member, _)| member.clone().look_aside());
     }
+}
 
-    fn standings(&self) -> Vec<Standing> {
-        self.members.iter().map(|member| member.state().for_routing()).collect()
-    }
+fn standings(members: &[Arc<Member>]) -> Vec<Standing> {
+    members.iter().map(|member| member.state().for_routing()).collect()
 }

@@ -62,6 +62,7 @@ impl Queue {
             let minimum = &waiter.minimum;
             if !unserved.contains(minimum) {
                 let view = |standing: &Standing| View {
+                    id: standing.id,
                     eligible: standing.may_take(minimum.as_ref()),
                     in_flight: standing.in_flight,
                 };
@@ -116,15 +117,16 @@ mod tests {
 
     impl Scene {
         fn new(engines: usize, concurrency: usize) -> Self {
-            let standing = || {
-                let mut standing = Standing::default();
-                (standing.up, standing.serving) = (true, Some(SERVED.to_owned()));
-                standing
+            let begin = Instant::now();
+            let standing = |id: usize| Standing {
+                up: true,
+                serving: Some(SERVED.to_owned()),
+                ..Standing::new(id as u64, begin)
             };
             Scene {
                 queue: Queue::new(Router::new(Route::default(), concurrency)),
-                standings: (0..engines).map(|_| standing()).collect(),
-                begin: Instant::now(),
+                standings: (0..engines).map(standing).collect(),
+                begin,
                 waiting: Vec::new(),
             }
         }
@@ -193,6 +195,21 @@ mod tests {
         scene.waiting[2].close();
         assert_eq!(scene.queue.age(&scene.standings, scene.begin), [false]);
         assert!(scene.queue.is_empty(), "also while the engine is full");
+    }
+
+    #[test]
+    fn draining_engine_gets_nothing_and_is_lacked() {
+        let mut scene = Scene::new(2, 2);
+        scene.standings[0].draining = Some(scene.begin);
+        (0..3).for_each(|_| scene.push(None));
+        assert_eq!(scene.serve(), rids([0, 1]));
+        assert_eq!((scene.standings[0].in_flight, scene.standings[1].in_flight), (0, 2));
+        // Without any engine they wait as for one that is down.
+        assert!(scene.queue.serve(&mut []).is_empty());
+        scene.queue.age(&[], scene.begin + LEFT / 2);
+        assert_eq!(scene.waiting(), rids([2]));
+        scene.queue.age(&[], scene.begin + LEFT);
+        assert!(scene.queue.is_empty());
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub enum Route {
 /// What routing knows of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct View {
+    /// Which engine it is.
+    pub(super) id: u64,
     /// Up, and new enough for the request.
     pub(super) eligible: bool,
     /// Our requests under way on it.
@@ -39,7 +41,7 @@ pub(super) struct Router {
 /// Which engine an affinity went to last.
 #[derive(Debug, Default)]
 struct Recent {
-    engines: HashMap<u64, usize>,
+    engines: HashMap<u64, u64>,
     /// From the one that was first heard of longest ago.
     order: VecDeque<u64>,
 }
@@ -57,18 +59,19 @@ impl Router {
 
     /// The engine for the next request, or `None` when each is out of the question or full.
     pub(super) fn choose(&mut self, views: &[View], affinity: Option<u64>) -> Option<usize> {
-        let last = affinity.and_then(|affinity| self.recent.engines.get(&affinity).copied());
+        let last = affinity.and_then(|affinity| self.recent.engines.get(&affinity));
+        let last = last.and_then(|last| views.iter().position(|view| view.id == *last));
         let chosen = choose(self.route, views, self.concurrency, self.turn, last)?;
         self.turn = self.turn.wrapping_add(1);
         if let Some(affinity) = affinity {
-            self.recent.put(affinity, chosen);
+            self.recent.put(affinity, views[chosen].id);
         }
         Some(chosen)
     }
 }
 
 impl Recent {
-    fn put(&mut self, affinity: u64, engine: usize) {
+    fn put(&mut self, affinity: u64, engine: u64) {
         if self.engines.insert(affinity, engine).is_some() {
             return;
         }
@@ -106,7 +109,9 @@ mod tests {
     use super::*;
 
     fn views(loads: &[usize]) -> Vec<View> {
-        loads.iter().map(|in_flight| View { eligible: true, in_flight: *in_flight }).collect()
+        let view =
+            |(id, in_flight): (usize, &usize)| View { id: id as u64, eligible: true, in_flight: *in_flight };
+        loads.iter().enumerate().map(view).collect()
     }
 
     #[test]
@@ -149,6 +154,20 @@ mod tests {
             assert_eq!(chosen, Some(expected), "{loads:?} of {concurrency}");
         }
         assert_eq!(choose(Route::RoundRobin, &views(&[0, 0]), 64, 0, Some(1)), Some(0));
+    }
+
+    #[test]
+    fn router_finds_an_affinity_again_where_engines_came_and_went() {
+        let mut router = Router::new(Route::LeastLoaded, 64);
+        let mut views = views(&[0, 0, 0]);
+        let first = router.choose(&views, Some(7)).unwrap();
+        let id = views[first].id;
+        views.remove(if first == 0 { 1 } else { 0 });
+        let again = router.choose(&views, Some(7)).unwrap();
+        assert_eq!(views[again].id, id);
+        views.remove(again);
+        let elsewhere = router.choose(&views, Some(7)).unwrap();
+        assert_ne!(views[elsewhere].id, id);
     }
 
     #[test]

@@ -40,9 +40,7 @@ impl Client {
     /// # Errors
     /// [`Error::Address`] for any other form of address.
     pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
-        let connection =
-            Connection::new(address, options.keys, options.deadlines.connect, options.reply_bytes_max)?;
-        Ok(Self { connection, deadlines: options.deadlines })
+        Ok(Self { connection: Connection::new(address, &options)?, deadlines: options.deadlines })
     }
 
     /// The engine's URL, as errors name it.

@@ -85,9 +85,8 @@ impl Client {
     /// # Errors
     /// [`Error::Address`](crate::Error::Address) for any other form of address.
     pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
-        let ClientOptions { keys, deadlines, reply_bytes_max } = options;
-        let connection = Connection::new(address, keys, deadlines.connect, reply_bytes_max)?;
-        Ok(Self { connection, deadlines, without_plugin: Arc::default() })
+        let connection = Connection::new(address, &options)?;
+        Ok(Self { connection, deadlines: options.deadlines, without_plugin: Arc::default() })
     }
 
     /// `GET /version`.

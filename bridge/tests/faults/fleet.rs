@@ -10,16 +10,16 @@ use tokio::runtime::Runtime;
 
 use driftless_testkit::sglang::{self, Fake, Fault, checkpoint};
 
-const OLD: &str = "3f0c9a12b7de:1";
-const NEW: &str = "3f0c9a12b7de:2";
+pub(super) const OLD: &str = "3f0c9a12b7de:1";
+pub(super) const NEW: &str = "3f0c9a12b7de:2";
 /// `vocab_size` of the engines' checkpoint.
 const VOCABULARY: i32 = 10;
 
-struct Scene {
-    fakes: Vec<Fake>,
-    fleet: Arc<Fleet>,
-    runtime: Runtime,
-    dir: tempfile::TempDir,
+pub(super) struct Scene {
+    pub(super) fakes: Vec<Fake>,
+    pub(super) fleet: Arc<Fleet>,
+    pub(super) runtime: Runtime,
+    pub(super) dir: tempfile::TempDir,
 }
 
 impl Scene {
@@ -31,7 +31,7 @@ impl Scene {
     }
 }
 
-fn scene(engines: usize, options: FleetOptions) -> Scene {
+pub(super) fn scene(engines: usize, options: FleetOptions) -> Scene {
     scene_with(engines, options, |_| {})
 }
 
@@ -51,7 +51,7 @@ fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> 
 }
 
 /// Enough for what should succeed, whatever the machine is doing.
-fn patient() -> FleetOptions {
+pub(super) fn patient() -> FleetOptions {
     let calls = sglang::patient().deadlines;
     FleetOptions::default().with_deadline(Duration::from_secs(60)).with_calls(calls)
 }
@@ -61,17 +61,17 @@ fn hasty() -> FleetOptions {
     patient().with_deadline(Duration::from_millis(900))
 }
 
-fn request(sample: u64) -> GenerateRequest {
+pub(super) fn request(sample: u64) -> GenerateRequest {
     let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
     GenerateRequest::new(Rid::new(1, sample), vec![1, 2], sampling)
 }
 
-fn label(text: &str) -> Label {
+pub(super) fn label(text: &str) -> Label {
     text.parse().unwrap()
 }
 
 /// Until it is so; a test that waits in vain fails.
-fn until(what: &str, mut check: impl FnMut() -> bool) {
+pub(super) fn until(what: &str, mut check: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !check() {
         assert!(begun.elapsed() < Duration::from_secs(60), "{what}");

@@ -4,6 +4,7 @@
 mod activation;
 mod behind;
 mod calls;
+mod changing;
 mod colocate;
 mod compare;
 mod coordinate;
@@ -15,6 +16,7 @@ mod inline;
 mod patch;
 mod proxy;
 mod scene;
+mod tls;
 mod vllm;
 mod vllm_patch;
 

@@ -7,7 +7,7 @@ use crate::cli::shared::output::{short, without_secrets};
 use driftless::bridge::activate::{DiskOptions, Foreseen, Outlook, PluginOptions, outlook};
 use driftless::bridge::engine::{About, Deadlines};
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
-use driftless::bridge::{ClientOptions, Expected, Keys, connect};
+use driftless::bridge::{Expected, connect};
 use driftless::http::runtime;
 use driftless::store::{chain_text, redact};
 use driftless::transport::activate::How;
@@ -43,11 +43,11 @@ struct Facts {
 
 impl Asked {
     /// Refuses what is no engine's address.
-    pub(super) fn new(args: &Args, keys: Keys) -> Result<Asked> {
+    pub(super) fn new(args: &Args) -> Result<Asked> {
         let usual = || plugin_dir(std::env::var_os(PLUGIN_DIR));
         let plugin_dir = args.plugin_dir.clone().unwrap_or_else(usual);
         let deadlines = Deadlines::default().with_info(CALL).with_control(CALL);
-        let client = ClientOptions::default().with_keys(keys).with_deadlines(deadlines);
+        let client = args.call.client("--engine", &args.engine)?.with_deadlines(deadlines);
         for engine in &args.engine {
             connect(engine, client.clone())?;
         }

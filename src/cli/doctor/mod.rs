@@ -18,7 +18,7 @@ mod python;
 mod store;
 
 use crate::cli::shared::error::{Error, Result};
-use crate::cli::shared::keys::KeyArgs;
+use crate::cli::shared::keys::CallArgs;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::transport::with_ucx_settings;
 use findings::Report;
@@ -62,14 +62,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     #[command(flatten)]
-    keys: KeyArgs,
+    call: CallArgs,
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     with_ucx_settings()?;
-    let keys = args.keys.read()?;
     let store = args.store.as_deref().map(crate::cli::shared::store::open).transpose()?;
-    let engines = engines::Asked::new(&args, keys)?;
+    let engines = engines::Asked::new(&args)?;
 
     let (mut findings, nccl) = match &args.python {
         None => (Vec::new(), None),

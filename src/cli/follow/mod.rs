@@ -12,7 +12,6 @@ use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals_or};
 use crate::cli::shared::slime::Layout;
 use crate::cli::shared::transport::TransportArgs;
 use crate::cli::shared::{keys, numbers, paths, store};
-use driftless::bridge::ClientOptions;
 use driftless::bridge::activate::{Compare, DiskActivator, DiskOptions, PluginOptions};
 use driftless::bridge::engine::{Deadlines, PauseMode};
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
@@ -173,7 +172,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     #[command(flatten)]
-    keys: keys::KeyArgs,
+    call: keys::CallArgs,
 }
 
 const PAUSES: [(&str, PauseMode); 3] =
@@ -366,7 +365,7 @@ fn plugin(args: &Args) -> Result<Option<PluginOptions>> {
 fn disk_options(args: &Args, plugin: Option<PluginOptions>) -> Result<DiskOptions> {
     let load = Duration::from_secs(args.activate_deadline);
     let deadlines = Deadlines::default().with_load(load);
-    let client = ClientOptions::default().with_keys(args.keys.read()?).with_deadlines(deadlines);
+    let client = args.call.client("--engine", &args.engine)?.with_deadlines(deadlines);
     let mut options = DiskOptions::default().with_client(client).with_pause(args.pause_generation_mode);
     (options.base, options.plugin, options.compare) = (args.hf_checkpoint.clone(), plugin, args.compare);
     options.engine_checkpoint_dir = args.engine_checkpoint_dir.clone();

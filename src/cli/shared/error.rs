@@ -130,7 +130,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 16] = [
+const FLAGS: [(&str, &str); 17] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -142,6 +142,7 @@ const FLAGS: [(&str, &str); 16] = [
     ("follower address", "--listen, with --token-file"),
     ("keep", "--keep"),
     ("plugin_dir", "--plugin-dir"),
+    ("push", "--update-weight-transport, --colocate"),
     ("rank", "--rank"),
     ("ranks", "--ranks"),
     ("relay address", "--listen, with --token-file"),
@@ -305,7 +306,7 @@ fn relay_code(error: &driftless::relay::Error) -> u8 {
 pub fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     use driftless::bridge::Error as Bridge;
     match error {
-        Bridge::Address { .. } => 2,
+        Bridge::Address { .. } | Bridge::Ca { .. } => 2,
         Bridge::Deadline { .. }
         | Bridge::GivenUp { .. }
         | Bridge::Behind { .. }
@@ -330,7 +331,7 @@ fn trainer_code(error: &driftless::trainer::Error) -> u8 {
         | Trainer::OtherRun { .. }
         | Trainer::LearnerAhead { .. }
         | Trainer::Resume { .. } => 3,
-        Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } => 4,
+        Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } | Trainer::NoRun { .. } => 4,
         #[cfg(feature = "torch")]
         Trainer::Learner { source, .. } => source.downcast_ref().map_or(1, torch_code),
         _ => 1,

@@ -2,14 +2,15 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::paths;
-use driftless::bridge::Keys;
+use driftless::bridge::engine::Ca;
+use driftless::bridge::{ClientOptions, Keys};
 use driftless::transport::sign::{SignKey, TrustKey};
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-/// Most bytes that are read of a secret.
-const SECRET_BYTES_MAX: u64 = 64 << 10;
+/// Most bytes that are read of a secret, or of certificates.
+const BYTES_MAX: u64 = 1 << 20;
 
 /// Where the keys of engines come from.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -28,6 +29,40 @@ impl KeyArgs {
         let api = secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?;
         let admin = secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?;
         Ok(Keys::new(api.as_deref(), admin.as_deref())?)
+    }
+}
+
+/// What engines are called with.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct CallArgs {
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// File of the CA certificates, in PEM, that engines at https:// addresses must have theirs from [default: any that
+    /// the system trusts].
+    #[arg(long, value_name = "FILE")]
+    engine_ca: Option<PathBuf>,
+}
+
+impl CallArgs {
+    /// How to call engines at these addresses, which `flag` names. Says which of them get a key that others can read.
+    pub(crate) fn client(&self, flag: &str, addresses: &[String]) -> Result<ClientOptions> {
+        let mut client = ClientOptions::default().with_keys(self.keys.read()?);
+        if let Some(path) = &self.engine_ca {
+            paths::check_file("--engine-ca", path)?;
+            let refused = |error| {
+                let found = format!("{}: {error}", path.display());
+                Error::usage("--engine-ca", "a file of certificates in PEM", found)
+            };
+            client.ca = Some(Ca::from_pem(read(path)?.as_bytes()).map_err(refused)?);
+        }
+        let bare = client.keys.in_clear(addresses)?;
+        if !bare.is_empty() {
+            tracing::warn!(
+                "the key of --api-key-file or --admin-api-key-file goes in clear text to {}: give {flag} as https://…",
+                bare.join(", ")
+            );
+        }
+        Ok(client)
     }
 }
 
@@ -77,9 +112,12 @@ pub(crate) fn secret(file: Option<&Path>, variable: &str) -> Result<Option<Strin
         return Ok(std::env::var(variable).ok().filter(|value| !value.is_empty()));
     };
     paths::check_file("key file", path)?;
+    Ok(Some(read(path)?.trim_end().to_owned()))
+}
+
+fn read(path: &Path) -> Result<String> {
     let io = |source| Error::Io { path: path.to_path_buf(), source };
     // It may be a pipe from what keeps secrets.
     let file = File::open(path).map_err(io)?;
-    let text = std::io::read_to_string(file.take(SECRET_BYTES_MAX)).map_err(io)?;
-    Ok(Some(text.trim_end().to_owned()))
+    std::io::read_to_string(file.take(BYTES_MAX)).map_err(io)
 }

@@ -24,7 +24,7 @@ use driftless::bridge::activate::Compare;
 use driftless::bridge::engine::Deadlines;
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
-use driftless::bridge::{ClientOptions, Keys, SamplingParams, connect};
+use driftless::bridge::{ClientOptions, SamplingParams, connect};
 #[cfg(feature = "torch")]
 use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
 #[cfg(feature = "torch")]
@@ -140,7 +140,7 @@ pub(crate) struct Args {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Rollouts")]
 struct RolloutArgs {
-    /// Running engines to attach, as host:port, or vllm+http://host:port for vLLM.
+    /// Running engines to attach, as host:port or https://host/path, with vllm+ before the URL for vLLM.
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
     /// Prompts of a step; for SFT, examples [default: 32; for SFT of fresh weights 256, with --text 16].
@@ -199,7 +199,7 @@ struct RolloutArgs {
     #[arg(long)]
     debug_train_only: bool,
     #[command(flatten)]
-    keys: keys::KeyArgs,
+    call: keys::CallArgs,
 }
 
 #[derive(clap::Args)]
@@ -390,12 +390,12 @@ fn gpu(_: &Args) -> Option<usize> {
 }
 
 /// How the loop brings versions into engines by itself, if it does.
-fn pushes(update: &UpdateArgs, keys: &Keys, hf_checkpoint: &Path) -> Option<Pushes> {
+fn pushes(update: &UpdateArgs, client: &ClientOptions, hf_checkpoint: &Path) -> Option<Pushes> {
     if !update.transport.pushes() {
         return None;
     }
     let deadlines = Deadlines::default().with_load(Duration::from_secs(update.update_deadline));
-    let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
+    let client = client.clone().with_deadlines(deadlines);
     let options =
         PushOptions::default().with_client(client).with_base(hf_checkpoint).with_compare(update.compare);
     let transport = update.transport.clone();
@@ -531,12 +531,14 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let (lr, n_samples_per_prompt) = (args.lr.unwrap_or(LR), rollout.n_samples_per_prompt);
     let run = learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt };
-    let (mode, sampling, keys) = (rollout.mode(), rollout.sampling(), rollout.keys.read()?);
+    let (mode, sampling) = (rollout.mode(), rollout.sampling());
+    let addresses = rollout.rollout_external_engine_addrs;
+    let client = rollout.call.client("--rollout-external-engine-addrs", &addresses)?;
     let opened = store::open(&store)?;
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
             .with_save_hf(args.save_hf)
-            .with_push(pushes(&update, &keys, &hf_checkpoint))
+            .with_push(pushes(&update, &client, &hf_checkpoint))
             .with_eval(args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?)
             .with_sampling(sampling)
             .with_rollout_max_context_len(chosen.context_len)
@@ -544,8 +546,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_rollout_batch_size(rollout_batch_size)
             .with_n_samples_per_prompt(n_samples_per_prompt)
             .with_data(args.task.settings())
-            .with_rollout_external_engine_addrs(rollout.rollout_external_engine_addrs)
-            .with_keys(keys)
+            .with_rollout_external_engine_addrs(addresses)
+            .with_keys(client.keys)
+            .with_engine_ca(client.ca)
             .with_mode(mode)
             .with_debug(debug)
             .with_server_concurrency(rollout.sglang_server_concurrency)

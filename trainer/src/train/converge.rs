@@ -12,7 +12,7 @@ use driftless_store::BoxError;
 use driftless_transport::Snapshot;
 use driftless_transport::gc::{self, GcOptions};
 
-use super::session::Session;
+use super::session::{Session, addresses};
 use super::{Event, LOOK_AFTER, update};
 use crate::error::{Error, Result};
 use crate::learner::MODEL;
@@ -31,13 +31,13 @@ impl Session<'_> {
     /// beside this process, or be started again by their supervisor. The fleet attaches later ones when they answer.
     pub(super) fn attach_those_up(&self, expected: &Expected, options: &FleetOptions) -> Result<Fleet> {
         let (keys, deadline) = (&self.options.keys, self.options.update_deadline);
+        let addresses = addresses(&self.at_start);
         let (begin, patience) = (Instant::now(), options.patience.min(deadline));
         let what = "the engines to answer";
         self.tell(Event::Waiting { what, on: "" });
         let fleet = self.block_on(async {
             loop {
-                let addresses = &self.options.rollout_external_engine_addrs;
-                let attached = Fleet::attach(addresses, keys, expected, options.clone()).await;
+                let attached = Fleet::attach(&addresses, keys, expected, options.clone()).await;
                 let (time, lacks) = match &attached {
                     Ok(fleet) => (patience, away(fleet).join("; ")),
                     Err(error) if error.is_transient() => (deadline, error.to_string()),

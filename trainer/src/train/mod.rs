@@ -1,7 +1,9 @@
 //! The RL loop: generate, learn, save, publish, again.
 
+mod changes;
 mod coming;
 mod converge;
+mod door;
 mod learn;
 mod options;
 mod record;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use derive_setters::Setters;
 use driftless_bridge::activate::Compare;
+use driftless_bridge::engine::Ca;
 use driftless_bridge::{Keys, SamplingParams};
 use driftless_store::Store;
 use driftless_transport::publish::Notify;
@@ -47,6 +48,8 @@ pub struct TrainOptions {
     pub rollout_external_engine_addrs: Vec<String>,
     /// The engines' API keys.
     pub keys: Keys,
+    /// Who vouches for engines at `https://` addresses; those that the system trusts, if `None`.
+    pub engine_ca: Option<Ca>,
     /// How the loop brings versions into the engines by itself; followers do, if `None`.
     pub push: Option<Pushes>,
     /// How generation and training overlap.
@@ -145,6 +148,7 @@ impl TrainOptions {
             trust_keys: Vec::new(),
             rollout_external_engine_addrs: Vec::new(),
             keys: Keys::default(),
+            engine_ca: None,
             push: None,
             mode: Mode::Synchronous,
             debug: Debug::Off,

@@ -59,7 +59,7 @@ impl RunRecord {
 }
 
 /// Replaces a small file so that a crash leaves the old content or the new: written beside, synced, renamed.
-fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
+pub(super) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = PathBuf::from(partial);

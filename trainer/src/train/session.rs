@@ -10,15 +10,17 @@ use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{Expected, Fleet};
 use driftless_buffer::{self as buffer, Identity, Log, Record, Retention};
-use driftless_store::Store;
 use driftless_store::os::regular;
+use driftless_store::{Store, chain_text};
 use driftless_transport::activate::How;
 use driftless_transport::publish::{PublisherOptions, Start};
 use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
+use super::changes::{Changes, Engine};
 use super::coming::Coming;
+use super::door::{Door, Keeper};
 use super::record::{Data, RunRecord};
 use super::update::{self, Updates};
 use super::versions::Versions;
@@ -56,8 +58,14 @@ pub(super) struct Session<'o> {
     pub(super) updates: Option<Updates>,
     /// Absent where followers bring versions to the engines, and when nothing is published.
     pub(super) pusher: Option<Pusher>,
+    /// The engines that the run begins with.
+    pub(super) at_start: Vec<Engine>,
+    /// What was changed of them while the run ran.
+    changes: Changes,
     /// Absent before [`Session::attach`], and when there are no engines.
     fleet: Option<Arc<Fleet>>,
+    /// Where the engines are changed while the run runs. Absent as the fleet is, and where it could not be opened.
+    door: Option<Door>,
     /// Absent before [`Session::attach`], and when there are no engines.
     pub(super) rollouts: Option<Arc<Rollouts>>,
     /// Generates what the queue says; absent before the first step, and when there are no engines.
@@ -99,9 +107,11 @@ impl<'o> Session<'o> {
         if options.debug != Debug::TrainOnly {
             runtime.block_on(options.task.ready())?;
         }
+        let changes = Changes::read(&options.save)?;
+        let at_start = changes.applied_to(&options.rollout_external_engine_addrs)?;
         let pusher = match &options.push {
             Some(pushes) if options.debug == Debug::Off => {
-                let opened = Pusher::open(pushes.clone(), &options.rollout_external_engine_addrs);
+                let opened = Pusher::open(pushes.clone(), &addresses(&at_start));
                 Some(opened.map_err(|source| Error::PushSetUp { source })?)
             }
             _ => None,
@@ -122,7 +132,10 @@ impl<'o> Session<'o> {
             loaded: false,
             updates,
             pusher,
+            at_start,
+            changes,
             fleet: None,
+            door: None,
             rollouts: None,
             generation: None,
             queue: None,
@@ -258,11 +271,15 @@ impl<'o> Session<'o> {
         let mut fleet_options = FleetOptions::default()
             .with_concurrency(options.server_concurrency)
             .with_deadline(options.generate_deadline)
-            .with_engines_min(options.engines_min);
+            .with_engines_min(options.engines_min)
+            .with_syncing(options.update_deadline);
+        fleet_options.keyless = self.at_start.iter().filter(|engine| !engine.keys).map(address).collect();
+        fleet_options.ca.clone_from(&options.engine_ca);
         fleet_options.newest = self.updates.as_ref().map(Updates::newest_in_store);
         let fleet = Arc::new(self.attach_those_up(&expected, &fleet_options)?);
         self.tell_outlook(&fleet);
         self.fleet = Some(fleet.clone());
+        self.open_door(&fleet);
         let observer = self.observer.clone();
         self.rollouts = Some(Arc::new(Rollouts {
             engines: fleet,
@@ -283,6 +300,26 @@ impl<'o> Session<'o> {
             queue: self.queue()?.clone(),
         }));
         Ok(())
+    }
+
+    /// Lets the engines be changed while the run runs. A run that cannot goes on with those that it has.
+    fn open_door(&mut self, fleet: &Arc<Fleet>) {
+        let keeper = Keeper {
+            fleet: fleet.clone(),
+            keys: self.options.keys.clone(),
+            save: self.options.save.clone(),
+            changes: self.changes.clone().into(),
+            pushes: self.pusher.is_some(),
+        };
+        match Door::open(&self.runtime, keeper) {
+            Ok(door) => self.door = Some(door),
+            Err(error) => {
+                tracing::warn!(
+                    error = chain_text(&error),
+                    "the engines of this run cannot be changed while it runs"
+                );
+            }
+        }
     }
 
     /// Tells what each engine gets of the run's versions, as far as it shows from this host.
@@ -367,6 +404,15 @@ impl<'o> Session<'o> {
     pub(super) fn metrics_path(&self) -> PathBuf {
         self.options.save.join(METRICS)
     }
+}
+
+/// Where the engines are.
+pub(super) fn addresses(engines: &[Engine]) -> Vec<String> {
+    engines.iter().map(address).collect()
+}
+
+fn address(engine: &Engine) -> String {
+    engine.address.clone()
 }
 
 /// Begins the run in the store, or goes on with it.

@@ -1,0 +1,65 @@
+//! Engines of a run that goes on: listed, added, taken away, and remembered by its next start.
+
+use super::*;
+use driftless_testkit::vllm::Fault;
+use serde_json::json;
+
+/// What `driftless fleet` prints of the run, once it answers.
+fn fleet(stage: &Stage, what: &str, address: Option<&str>) -> Vec<Value> {
+    let mut command = driftless();
+    command.args(["fleet", what]).arg(stage.at("rl")).args(address);
+    let shown = common::json(&mut command);
+    shown.as_array().expect("engines").clone()
+}
+
+/// The engines of the run, once they are so.
+fn until(stage: &Stage, trainer: &mut Process, are: impl Fn(&[Value]) -> bool) {
+    let end = std::time::Instant::now() + common::DEADLINE;
+    loop {
+        assert!(trainer.ended().is_none(), "the trainer ended:\n{}", trainer.output());
+        let mut command = driftless();
+        let listed = command.args(["--json", "fleet", "list"]).arg(stage.at("rl")).output().expect("a list");
+        let engines: Option<Vec<Value>> = serde_json::from_slice(&listed.stdout).ok();
+        if engines.is_some_and(|engines| are(&engines)) {
+            return;
+        }
+        // Not before it has attached its engines.
+        assert!(matches!(listed.status.code(), Some(0 | 4)), "{listed:?}");
+        assert!(std::time::Instant::now() < end, "{listed:?}");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn engine_added_takes_over_from_one_that_is_removed_for_good() {
+    let mut stage = Stage::new(&[]);
+    let follower = stage.follower();
+    // It answers no generation, ever.
+    (0..64).for_each(|_| stage.engine.fault("POST /v1/completions", Fault::Hang));
+    let mut trainer = Process::start("trainer", stage.dir.path(), &mut stage.trainer(""));
+    let first = stage.engine.url().replace("vllm+", "");
+    until(&stage, &mut trainer, |engines| {
+        engines[0]["address"] == json!(first) && engines[0]["in_flight"].as_u64() > Some(0)
+    });
+    std::fs::create_dir(stage.at("second")).expect("a directory");
+    let second = Vllm::start(&stage.at("second"));
+    let _other = stage.follower_of("host-1", "second", &second);
+    assert_eq!(fleet(&stage, "add", Some(&second.url())).len(), 2);
+    until(&stage, &mut trainer, |engines| engines[1]["phase"] == json!("serving"));
+    let left = fleet(&stage, "remove", Some(&stage.engine.url()));
+    assert_eq!(left.len(), 1, "{left:?}");
+    trainer.succeed();
+    assert_eq!(steps(&stage).len() as u64, STEPS);
+    // It has an engine generate, to see whether weights are sound.
+    drop(follower);
+    let asked = stage.engine.server().generations.len();
+    assert!(!second.server().generations.is_empty());
+    let (status, words) = code(driftless().args(["fleet", "list"]).arg(stage.at("rl")));
+    assert!(status == Some(4) && words.contains("fleet.sock"), "{status:?}: {words}");
+
+    // The same command, whose list still has the one and not the other.
+    stage.flags = ["--num-rollout", "6"].map(str::to_owned).to_vec();
+    Process::start("trainer", stage.dir.path(), &mut stage.trainer("")).succeed();
+    assert_eq!(steps(&stage).len(), 6);
+    assert_eq!(stage.engine.server().generations.len(), asked, "it is asked no more");
+}
