@@ -358,6 +358,8 @@ pub enum Error {
         found: String,
         /// What to do about it.
         todo: &'static str,
+        /// Whether nothing came that could be an answer: it is late, ended, or cannot be reached.
+        is_away: bool,
     },
     /// An answer got no reward.
     #[error("reward of sample {sample}: expected {expected}, found {found}; {todo}")]
@@ -370,6 +372,8 @@ pub enum Error {
         found: String,
         /// What to do about it.
         todo: &'static str,
+        /// Whether nothing came that could be a reward.
+        is_away: bool,
     },
 }
 
@@ -378,6 +382,12 @@ impl Error {
     #[must_use]
     pub fn is_learner_lost(&self) -> bool {
         matches!(self, Error::LearnerLost { .. })
+    }
+
+    /// Whether a hook or a reward gave no answer at all, which says nothing of what it was asked about.
+    #[must_use]
+    pub fn is_away(&self) -> bool {
+        matches!(self, Error::Hook { is_away: true, .. } | Error::Reward { is_away: true, .. })
     }
 }
 

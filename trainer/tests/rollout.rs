@@ -397,6 +397,97 @@ async fn engines_that_are_away_cost_no_prompt() {
     running.stop().await;
 }
 
+/// A reward that is not there for so many questions. Those of the first three groups come together.
+#[derive(Debug)]
+struct Away(AtomicU64, u64, tokio::sync::Barrier);
+
+#[async_trait]
+impl Reward for Away {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>, Error> {
+        let asked = self.0.fetch_add(1, Ordering::SeqCst);
+        if asked < GROUPS {
+            self.2.wait().await;
+        }
+        if asked >= self.1 {
+            return ByLabel.score(answers).await;
+        }
+        let (expected, found) = ("a number".to_owned(), "nothing after 60 s".to_owned());
+        Err(Error::Reward { sample: answers[0].sample, expected, found, todo: "wait", is_away: true })
+    }
+}
+
+fn with_reward_away(dir: &Path, questions: u64) -> Arc<Rollouts> {
+    let reward = Arc::new(Away(AtomicU64::new(0), questions, tokio::sync::Barrier::new(GROUPS as usize)));
+    let task = Task { reward, ..task(dir, &["a"; 9], 0) };
+    let mut rollouts = rollouts(dir, task, Echo::default());
+    Arc::get_mut(&mut rollouts).unwrap().options.reward_pause = Duration::from_millis(100);
+    rollouts
+}
+
+/// A reward that ends at group 1, whenever it is asked about that.
+#[derive(Debug)]
+struct EndsAtGroupOne;
+
+#[async_trait]
+impl Reward for EndsAtGroupOne {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>, Error> {
+        if answers[0].sample / SAMPLES != 1 {
+            return ByLabel.score(answers).await;
+        }
+        let (expected, found) = ("a number".to_owned(), "its end".to_owned());
+        Err(Error::Reward { sample: answers[0].sample, expected, found, todo: "look", is_away: true })
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn group_that_ends_its_reward_each_time_is_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let task = Task { reward: Arc::new(EndsAtGroupOne), ..task(dir.path(), &["a"; 9], 0) };
+    let mut rollouts = rollouts(dir.path(), task, Echo::default());
+    Arc::get_mut(&mut rollouts).unwrap().options.reward_pause = Duration::from_millis(1);
+    let running = Running::start(rollouts.clone());
+    let (groups, since) = take(&rollouts, 0).await;
+    assert_eq!((groups, since.dropped.failed), (vec![0, 2, 3], 1));
+    running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reward_that_is_away_costs_no_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = with_reward_away(dir.path(), 2);
+    let running = Running::start(first.clone());
+    let (groups, since) = take(&first, 0).await;
+    assert_eq!((groups, since.dropped), (vec![0, 1, 2], Dropped::default()));
+    running.stop().await;
+    let asked = answers(&first.log.reader());
+    assert!(
+        asked.values().zip(0..GROUPS * SAMPLES).all(|(record, sample)| record.scalars().sample_id == sample)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reward_that_stays_away_ends_the_run_and_leaves_its_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = with_reward_away(dir.path(), u64::MAX);
+    let error = first.clone().run().await.unwrap_err();
+    assert!(error.is_away(), "{error}");
+    let log = first.log.reader();
+    assert_eq!(log.prompts(PromptState::InFlight).len() as u64, GROUPS, "no prompt is consumed");
+    let before: Vec<_> = answers(&log).values().map(buffer::Record::position).collect();
+    assert_eq!(before.len() as u64, GROUPS * SAMPLES);
+    while Arc::strong_count(&first) > 1 {
+        tokio::task::yield_now().await;
+    }
+    drop((log, first));
+    let second = rollouts(dir.path(), task(dir.path(), &["a"; 9], 0), Echo::default());
+    let running = Running::start(second.clone());
+    assert_eq!(take(&second, 0).await.0, [0, 1, 2]);
+    let after = answers(&second.log.reader());
+    let after: Vec<_> = after.values().map(buffer::Record::position).take(before.len()).collect();
+    assert_eq!(before, after, "none is generated again");
+    running.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn engines_that_stay_away_end_the_run_and_leave_its_prompts() {
     let dir = tempfile::tempdir().unwrap();

@@ -87,6 +87,8 @@ pub(crate) struct Fault {
     pub(crate) expected: String,
     pub(crate) found: String,
     pub(crate) todo: &'static str,
+    /// Whether nothing came that could be an answer.
+    pub(crate) is_away: bool,
 }
 
 impl Hook {
@@ -114,7 +116,7 @@ impl Hook {
         question: &(impl Serialize + Sync),
         expected: &'static str,
     ) -> Result<A, Fault> {
-        let fault = |found: String, todo| Fault { expected: expected.to_owned(), found, todo };
+        let fault = |found: String, todo| Fault { todo, ..Fault::of(expected, found) };
         let id = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
         let line = serde_json::to_vec(&Line { id, hook, question });
         let line = line.map_err(|error| fault(format!("a question that is no JSON: {error}"), LOOK))?;
@@ -122,7 +124,7 @@ impl Hook {
             Peer::Command(pool) => pool.ask(id, line).await,
             Peer::Service(service) => service.ask(line).await,
         };
-        let answer = answer.map_err(|silent| fault(silent.found, silent.todo))?;
+        let answer = answer.map_err(|silent| Fault { is_away: true, ..fault(silent.found, silent.todo) })?;
         if let Ok(Head { error: Some(error), .. }) = serde_json::from_slice(&answer) {
             return Err(fault(format!("its error: {}", short(&error)), LOOK));
         }
@@ -131,15 +133,15 @@ impl Hook {
 
     /// A fault of an answer as this crate's error; `about` says what was asked about.
     pub(crate) fn refused(&self, about: impl fmt::Display, fault: Fault) -> Error {
-        let Fault { expected, found, todo } = fault;
-        Error::Hook { hook: self.flag, about: about.to_string(), expected, found, todo }
+        let Fault { expected, found, todo, is_away } = fault;
+        Error::Hook { hook: self.flag, about: about.to_string(), expected, found, todo, is_away }
     }
 }
 
 impl Fault {
     /// An answer that says something else than it may.
     pub(crate) fn of(expected: impl fmt::Display, found: impl fmt::Display) -> Self {
-        Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK }
+        Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK, is_away: false }
     }
 }
 

@@ -38,7 +38,7 @@ impl Remote {
             "prompt": answer.prompt, "response": answer.response, "label": answer.label, "metadata": answer.metadata,
         });
         let said = self.service.ask(question.to_string().into_bytes()).await;
-        let said = said.map_err(|silent| answer.refused(EXPECTED, silent.found, silent.todo))?;
+        let said = said.map_err(|silent| answer.silent(EXPECTED, silent.found, silent.todo))?;
         let value: Value = serde_json::from_slice(&said).map_err(|_| {
             answer.refused(EXPECTED, format_args!("`{}`", short(&String::from_utf8_lossy(&said))), ADVICE)
         })?;

@@ -29,7 +29,7 @@ pub(super) enum Outcome {
     Failed(String),
     /// The task does not learn from it, for this reason.
     Filtered(Vec<Scored>, String),
-    /// No engine could generate it, for this reason.
+    /// It is to be tried again, for this reason: no engine could generate it, or its reward was away.
     Returned(Error),
 }
 
@@ -73,12 +73,19 @@ impl Rollouts {
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
         let drawn = drawn.into_iter().collect::<driftless_bridge::Result<Vec<_>>>()?;
-        self.score(&begun.prompt, &drawn).await
+        match self.score(&begun.prompt, &drawn).await {
+            Err(error) if error.is_away() => {
+                // Its answers are in the log, and wait there for the reward.
+                tokio::time::sleep(self.options.reward_pause).await;
+                Ok(Outcome::Returned(error))
+            }
+            outcome => outcome,
+        }
     }
 
     /// Makes an answer durable, unless the log has it.
     async fn draw(&self, begun: &Begun, keeper: &Keeper, answer: u64) -> Result<Drawn> {
-        let Begun { number, seat, prompt, minimum } = begun;
+        let Begun { number, seat, prompt, minimum, .. } = begun;
         if let Some(drawn) = self.logged(*number, answer) {
             return Ok(drawn);
         }

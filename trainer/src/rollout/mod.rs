@@ -19,12 +19,14 @@ pub use queue::{Dropped, Queue, Since};
 pub(crate) use record::leave_out;
 pub use record::{EvaluationNote, PromptNote};
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use derive_setters::Setters;
 use driftless_bridge::{Label, Rid, SamplingParams};
 use driftless_buffer as buffer;
+use driftless_store::chain_text;
 use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
@@ -40,8 +42,8 @@ use queue::Order;
 const FAILED_MAX: u64 = 8;
 /// Groups that the filter may leave out, for each that a step wants, while it keeps none.
 const FILTERED_MAX: u64 = 16;
-/// Groups in a row that no engine could generate.
-const RETURNED_MAX: u32 = 3;
+/// Groups in a row that come back, because no engine could generate them or their reward was away.
+const RETURNED_MAX: usize = 3;
 
 /// Takes the rollout, its samples in the log and its samples in all; called from several threads.
 pub type Progress = Arc<dyn Fn(u64, u64, u64) + Send + Sync>;
@@ -65,10 +67,12 @@ pub struct RolloutOptions {
     pub rollout_max_context_len: Option<usize>,
     /// Ids of the model are below it, where that is known.
     pub vocabulary: Option<u64>,
+    /// How long a reward that is away is left alone before it is asked again.
+    pub reward_pause: Duration,
 }
 
 impl RolloutOptions {
-    /// So many prompts and samples of each, at the sampling's defaults and with seed 1.
+    /// So many prompts and samples of each, at the sampling's defaults and with seed 1. A reward has 10 s to come back.
     #[must_use]
     pub fn new(rollout_batch_size: u64, n_samples_per_prompt: u64) -> Self {
         RolloutOptions {
@@ -79,6 +83,7 @@ impl RolloutOptions {
             sampling: SamplingParams::default(),
             rollout_max_context_len: None,
             vocabulary: None,
+            reward_pause: Duration::from_secs(10),
         }
     }
 }
@@ -103,14 +108,14 @@ impl Rollouts {
     /// Generates groups as the queue says, until it is dropped. What it tells the queue of is durable.
     ///
     /// A group with a sample that fails is left out, and so is one that the task does not keep: the next prompt takes
-    /// its place. A group that no engine could generate is tried again.
+    /// its place. A group that no engine could generate is tried again, and one whose reward was away is rewarded again.
     ///
     /// # Errors
     /// [`Error::Unlearnable`] when too many groups are left out, [`Error::OtherPrompt`] when the prompts have
-    /// changed, [`Error::Bridge`] while no engine generates, and what the log says.
+    /// changed, [`Error::Bridge`] while no engine generates, that of a reward that stays away, and what the log says.
     pub async fn run(self: Arc<Self>) -> Result<()> {
         let mut running = JoinSet::new();
-        let mut returned = 0;
+        let mut returned = Returned::default();
         let (keeper, mut keeping) = Keeper::start(self.clone());
         loop {
             let (whole, begun) = self.begin(self.queue.start(Instant::now())).await?;
@@ -131,15 +136,16 @@ impl Rollouts {
             while let Some(next) = running.try_join_next() {
                 arrived.push(finished(next)?);
             }
+            let arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
             tokio::task::block_in_place(|| self.append(&arrived))?;
             for group in arrived {
-                returned = self.end(group, returned)?;
+                self.end(group, returned.row.len())?;
             }
         }
     }
 
-    /// Tells of a group that is no longer worked on. Returns how many in a row no engine could generate.
-    fn end(&self, group: Group, returned: u32) -> Result<u32> {
+    /// Tells of a group that is no longer worked on; so many came back in a row.
+    fn end(&self, group: Group, row: usize) -> Result<()> {
         let Group { begun, outcome } = group;
         let (number, prompt) = (begun.number, begun.prompt.place);
         let mut dropped = Dropped::default();
@@ -147,13 +153,13 @@ impl Rollouts {
             Outcome::Kept(_) => {
                 self.queue.end(Seen::Accepted(number), dropped, Instant::now());
                 self.tell_progress();
-                return Ok(0);
+                return Ok(());
             }
-            Outcome::Returned(error) if returned + 1 >= RETURNED_MAX => return Err(error),
+            Outcome::Returned(error) if row >= RETURNED_MAX => return Err(error),
             Outcome::Returned(error) => {
                 tracing::warn!(%prompt, %error, "group is tried again");
                 self.queue.end(Seen::Returned(number), dropped, Instant::now());
-                return Ok(returned + 1);
+                return Ok(());
             }
             Outcome::Failed(error) => {
                 dropped.failed = 1;
@@ -166,8 +172,7 @@ impl Rollouts {
         };
         tracing::warn!(%prompt, "group left out: {last}");
         let since = self.queue.end(Seen::LeftOut(number), dropped, Instant::now());
-        self.check(since, last)?;
-        Ok(0)
+        self.check(since, last)
     }
 
     fn tell_progress(&self) {
@@ -250,6 +255,37 @@ impl Rollouts {
             vocabulary: self.options.vocabulary,
             evaluation,
         }
+    }
+}
+
+/// The groups that came back.
+#[derive(Default)]
+struct Returned {
+    /// Those that did so one after another, by number.
+    row: Vec<u64>,
+    /// How often each did.
+    times: BTreeMap<u64, usize>,
+}
+
+impl Returned {
+    /// Counts a group that is no longer worked on. One that alone finds its reward away may be why that is away: it is
+    /// left out.
+    fn judge(&mut self, group: Group) -> Group {
+        let Group { begun, outcome } = group;
+        let Outcome::Returned(error) = outcome else {
+            self.times.remove(&begun.number);
+            self.row.clear();
+            return Group { begun, outcome };
+        };
+        let times = self.times.entry(begun.number).or_default();
+        *times += 1;
+        self.row.push(begun.number);
+        let is_alone = self.row.iter().all(|other| *other == begun.number);
+        if error.is_away() && *times >= RETURNED_MAX && is_alone {
+            self.times.remove(&begun.number);
+            return Group { begun, outcome: Outcome::Failed(chain_text(&error)) };
+        }
+        Group { begun, outcome: Outcome::Returned(error) }
     }
 }
 

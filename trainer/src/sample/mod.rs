@@ -65,7 +65,14 @@ impl Answer {
 
     /// An [`Error::Reward`] about this answer.
     pub(crate) fn refused(&self, expected: &str, found: impl fmt::Display, todo: &'static str) -> Error {
-        Error::Reward { sample: self.sample, expected: expected.to_owned(), found: found.to_string(), todo }
+        let (sample, expected, found) = (self.sample, expected.to_owned(), found.to_string());
+        Error::Reward { sample, expected, found, todo, is_away: false }
+    }
+
+    /// An [`Error::Reward`] about this answer, of which nothing came that could be a reward.
+    pub(crate) fn silent(&self, expected: &str, found: String, todo: &'static str) -> Error {
+        let (sample, expected) = (self.sample, expected.to_owned());
+        Error::Reward { sample, expected, found, todo, is_away: true }
     }
 
     /// `value` as a reward.

@@ -290,11 +290,10 @@ impl<'o> Session<'o> {
             options: RolloutOptions {
                 scope: first_bits(&self.log.identity().run_id),
                 seed: options.seed,
-                rollout_batch_size: options.rollout_batch_size,
-                n_samples_per_prompt: options.n_samples_per_prompt,
                 sampling: options.sampling.clone(),
                 rollout_max_context_len: options.rollout_max_context_len,
                 vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
+                ..RolloutOptions::new(options.rollout_batch_size, options.n_samples_per_prompt)
             },
             log: self.log.clone(),
             queue: self.queue()?.clone(),
