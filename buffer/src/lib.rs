@@ -59,4 +59,4 @@ pub use query::{Group, GroupQuery};
 pub use reader::Reader;
 pub use record::Record;
 pub use retain::Retention;
-pub use sample::{Finish, Kind, PromptState, Sample, Scalars, Verdict, VersionSpan};
+pub use sample::{Finish, Kind, PromptState, Sample, Scalars, VersionSpan};

@@ -6,10 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use driftless_buffer::check::{stat, verify};
-use driftless_buffer::sample::{ColumnId, Element};
+use driftless_buffer::sample::{ColumnId, Element, Verdict};
 use driftless_buffer::{
     Finish, GroupQuery, Kind, Log, Options, Position, Reader, Record, Retention, Sample, Scalars, SyncPolicy,
-    Verdict,
 };
 use driftless_testkit::log::{options, sample};
 use proptest::prelude::*;

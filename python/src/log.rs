@@ -4,10 +4,10 @@
 use crate::error::{self, buffer, named};
 use crate::work::{self, Held};
 use driftless::buffer::query::Order;
-use driftless::buffer::sample::ColumnId;
+use driftless::buffer::sample::{ColumnId, Verdict};
 use driftless::buffer::{
     Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Position, Reader, Record,
-    Result as LogResult, Sample as Given, Scalars, Verdict, VersionSpan,
+    Result as LogResult, Sample as Given, Scalars, VersionSpan,
 };
 use driftless::store::wait::Stop;
 use pyo3::buffer::{Element, PyBuffer};

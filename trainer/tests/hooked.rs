@@ -5,7 +5,8 @@
 use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
-use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars, Verdict};
+use driftless_buffer::sample::Verdict;
+use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, RowReader};
 use driftless_trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};

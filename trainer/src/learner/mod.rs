@@ -10,7 +10,8 @@ mod wire;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use driftless_buffer::{Position, Record, Verdict};
+use driftless_buffer::sample::Verdict;
+use driftless_buffer::{Position, Record};
 use driftless_transport::Snapshot;
 use serde::{Deserialize, Serialize};
 

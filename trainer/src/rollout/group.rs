@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use driftless_buffer::{Finish, Record, Scalars, Verdict};
+use driftless_buffer::sample::Verdict;
+use driftless_buffer::{Finish, Record, Scalars};
 use driftless_store::chain_text;
 
 use super::keep::Keeper;

@@ -1,7 +1,8 @@
 //! Groups as they lie in the log. An answer may have become several samples: the log has a record for each, and in
 //! advantages and in the loss they count as one.
 
-use driftless_buffer::{Group, Kind, Reader, Record, Verdict};
+use driftless_buffer::sample::Verdict;
+use driftless_buffer::{Group, Kind, Reader, Record};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 

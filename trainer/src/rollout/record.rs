@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use driftless_buffer::sample::{ColumnId, Element};
-use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars, Verdict};
+use driftless_buffer::sample::{ColumnId, Element, Verdict};
+use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 

@@ -128,7 +128,8 @@ fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftless_buffer::{Identity, Log, Options, Scalars, Verdict};
+    use driftless_buffer::sample::Verdict;
+    use driftless_buffer::{Identity, Log, Options, Scalars};
 
     /// Two answers to a prompt with rewards 1 and 0, the first of which became `parts` samples.
     fn batch_of(parts: u64, options: &LearnOptions) -> Vec<(u64, usize, f32)> {

@@ -56,7 +56,10 @@ async fn answers_that_are_not_learned_from_are_in_the_log_with_the_reason() {
     let of = |group: u64| [&answers[&(group * SAMPLES)], &answers[&(group * SAMPLES + 1)]];
     assert!(of(1).iter().all(|failed| !failed.is_scored()), "no reward was given");
     for filtered in of(2) {
-        assert_eq!((filtered.verdict(), filtered.rewards()), (buffer::Verdict::LeftOut, &[1.0, 1.0][..]));
+        assert_eq!(
+            (filtered.verdict(), filtered.rewards()),
+            (buffer::sample::Verdict::LeftOut, &[1.0, 1.0][..])
+        );
     }
     let why = |group| note(&log.prompt(group).unwrap().unwrap())["dropped"].clone();
     assert!(why(1).as_str().unwrap().contains("one finite number"), "{}", why(1));
@@ -71,7 +74,8 @@ async fn group_filtered_but_not_marked_done_is_filtered_again() {
     let first = interrupted(dir.path()).await;
     // What a crash leaves between the scores of group 0 and the record that its prompt is done.
     let tokens = [first.task.source.prompt(0).await.unwrap().tokens, vec![1]].concat();
-    for (kind, status) in [(buffer::Kind::Sample, 1), (buffer::Kind::Score, buffer::Verdict::LeftOut.code())]
+    for (kind, status) in
+        [(buffer::Kind::Sample, 1), (buffer::Kind::Score, buffer::sample::Verdict::LeftOut.code())]
     {
         let sample = |sample_id: u64| Sample {
             kind,
