@@ -272,7 +272,7 @@ fn parse(address: &str) -> Result<Url> {
     }
     // Port 80 is what an address without a port means; no engine listens there by default, so it is a
     // forgotten port.
-    let authority = text.splitn(4, '/').nth(2).unwrap_or_default();
+    let authority = text.split('/').nth(2).unwrap_or_default();
     if url.scheme() == "http" && url.port().is_none() && !authority.ends_with(":80") {
         return Err(fail("it has no port"));
     }
