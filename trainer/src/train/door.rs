@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn line_that_is_no_request_is_answered_and_one_without_end_ends_it() {
+    fn line_that_is_no_request_is_answered_and_a_long_one_ends_it() {
         let scene = Scene::new(false);
         let stream = Plain::connect(scene.dir.path().join(SOCKET)).unwrap();
         let (mut write, mut lines) = (stream.try_clone().unwrap(), Lines::new(stream).lines());
