@@ -15,10 +15,9 @@ use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::engine::ClientOptions;
 use crate::engine::Label;
 use crate::error::{Error, Result};
-use crate::http::{Call, Connection, Level, Reply, excerpt};
+use crate::http::{Call, Connection, Level, Link, Reply, excerpt};
 use crate::keys::Keys;
 
 /// Largest reply of a follower: the status of a host's engines.
@@ -108,10 +107,13 @@ impl Coordinator {
     /// # Errors
     /// [`Error::Address`] for any other form; [`Error::Fleet`] for no address or one twice.
     pub fn new(followers: &[String], options: CoordinatorOptions) -> Result<Self> {
-        let mut client =
-            ClientOptions::default().with_keys(options.keys.clone()).with_reply_bytes_max(REPLY_BYTES_MAX);
-        client.deadlines.connect = options.connect;
-        let connect = |address: &String| Connection::new(address, &client);
+        let link = Link {
+            keys: &options.keys,
+            ca: None,
+            connect: options.connect,
+            reply_bytes_max: REPLY_BYTES_MAX,
+        };
+        let connect = |address: &String| Connection::new(address, link);
         let hosts = followers.iter().map(connect).collect::<Result<Vec<_>>>()?;
         let urls: BTreeSet<_> = hosts.iter().map(|host| &host.engine).collect();
         if hosts.is_empty() || urls.len() != hosts.len() {

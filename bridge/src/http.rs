@@ -12,9 +12,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::engine::ClientOptions;
 use crate::error::{Error, Result};
 use crate::keys::Keys;
+use crate::tls::Ca;
 
 /// How long an unused connection is kept. The engine's HTTP server closes it after 5 s, and a call sent on it
 /// just then would be lost.
@@ -75,6 +75,18 @@ pub(crate) struct Reply {
     pub(crate) body: Vec<u8>,
 }
 
+/// What a connection is made with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Link<'a> {
+    pub(crate) keys: &'a Keys,
+    /// Who vouches for the engine; those that the system trusts, if `None`.
+    pub(crate) ca: Option<&'a Ca>,
+    /// How long it may take to be made.
+    pub(crate) connect: Duration,
+    /// Bound on one reply.
+    pub(crate) reply_bytes_max: usize,
+}
+
 /// A connection to one engine.
 #[derive(Debug, Clone)]
 pub(crate) struct Connection {
@@ -89,10 +101,10 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(address: &str, options: &ClientOptions) -> Result<Self> {
-        let (base, keys, reply_bytes_max) = (parse(address)?, options.keys.clone(), options.reply_bytes_max);
-        let mut client = client_builder(options.deadlines.connect).pool_idle_timeout(IDLE);
-        if let Some(ca) = &options.ca {
+    pub(crate) fn new(address: &str, link: Link<'_>) -> Result<Self> {
+        let (base, keys, reply_bytes_max) = (parse(address)?, link.keys.clone(), link.reply_bytes_max);
+        let mut client = client_builder(link.connect).pool_idle_timeout(IDLE);
+        if let Some(ca) = link.ca {
             client = client.tls_certs_only(ca.certificates());
         }
         let http = client.build().map_err(Error::set_up("the HTTP client"))?;
@@ -272,7 +284,7 @@ fn parse(address: &str) -> Result<Url> {
     }
     // Port 80 is what an address without a port means; no engine listens there by default, so it is a
     // forgotten port.
-    let authority = text.splitn(4, '/').nth(2).unwrap_or_default();
+    let authority = text.split('/').nth(2).unwrap_or_default();
     if url.scheme() == "http" && url.port().is_none() && !authority.ends_with(":80") {
         return Err(fail("it has no port"));
     }
@@ -299,11 +311,14 @@ mod tests {
 
     use super::*;
 
+    fn connection(address: &str) -> Result<Connection> {
+        let (keys, connect) = (Keys::default(), Duration::from_secs(60));
+        Connection::new(address, Link { keys: &keys, ca: None, connect, reply_bytes_max: 9 })
+    }
+
     #[test]
     fn addresses() {
-        let engine = |address: &str| {
-            Connection::new(address, &ClientOptions::default()).map(|connection| connection.engine)
-        };
+        let engine = |address: &str| connection(address).map(|connection| connection.engine);
         assert_eq!(engine("127.0.0.1:30000").unwrap(), "http://127.0.0.1:30000");
         assert_eq!(engine("http://[::1]:30000/").unwrap(), "http://[::1]:30000");
         assert_eq!(engine("http://a:80/v1").unwrap(), "http://a/v1");
@@ -348,7 +363,7 @@ mod tests {
         let address = listener.local_addr().unwrap().to_string();
         std::thread::spawn(move || one_request_a_connection(&listener));
         let minute = Duration::from_secs(60);
-        let engine = Connection::new(&address, &ClientOptions::default()).unwrap();
+        let engine = connection(&address).unwrap();
         let call = Call::post("/x", Level::Normal, None, minute);
         let runtime = tokio::runtime::Runtime::new().unwrap();
         let send = |call: Call<'_>| runtime.block_on(engine.send(call)).map(|reply| reply.status);

@@ -5,7 +5,6 @@ use std::fmt;
 use reqwest::header::HeaderValue;
 
 use crate::error::{Error, Result};
-use crate::kinds::is_in_clear;
 
 /// The two keys an engine can ask for; neither is ever shown, by `Debug` or by an error.
 ///
@@ -27,24 +26,6 @@ impl Keys {
             api: api.map(|key| bearer("api", key)).transpose()?,
             admin: admin.map(|key| bearer("admin", key)).transpose()?,
         })
-    }
-
-    /// Those of the engines' addresses to which a key would go in clear text: over plain HTTP, to another host. Whoever is
-    /// on the way reads it there; `https://` addresses end that.
-    ///
-    /// # Errors
-    /// As [`connect`](crate::connect).
-    pub fn in_clear<'a>(&self, addresses: &'a [String]) -> Result<Vec<&'a str>> {
-        if self.control().is_none() {
-            return Ok(Vec::new());
-        }
-        let mut found = Vec::new();
-        for address in addresses {
-            if is_in_clear(address)? {
-                found.push(address.as_str());
-            }
-        }
-        Ok(found)
     }
 
     /// Header of the calls that everyone with the API key may make.
@@ -89,15 +70,6 @@ mod tests {
         assert!(!shown.contains("secret"), "{shown}");
         let error = Keys::new(Some("secret\u{7f}three"), None).unwrap_err();
         assert!(!format!("{error} {error:?}").contains("secret"));
-    }
-
-    #[test]
-    fn in_clear_names_addresses_only_where_there_is_a_key() {
-        let addresses = ["vllm+http://a:1", "https://b", "127.0.0.1:1"].map(str::to_owned);
-        for keys in [Keys::new(Some("x"), None), Keys::new(None, Some("x"))] {
-            assert_eq!(keys.unwrap().in_clear(&addresses).unwrap(), ["vllm+http://a:1"]);
-        }
-        assert!(Keys::default().in_clear(&addresses).unwrap().is_empty());
     }
 
     #[test]

@@ -7,6 +7,7 @@ use driftless_store::redact;
 use crate::engine::{ClientOptions, Engine};
 use crate::error::{Error, Result};
 use crate::http;
+use crate::keys::Keys;
 use crate::sglang;
 use crate::vllm;
 
@@ -36,9 +37,24 @@ fn kind_of(address: &str) -> (Connect, &str) {
     named.unwrap_or((KINDS[0].1, address))
 }
 
-/// Whether what is sent to the address can be read on its way to another host.
-pub(crate) fn is_in_clear(address: &str) -> Result<bool> {
-    http::is_in_clear(kind_of(address).1)
+impl Keys {
+    /// Those of the engines' addresses to which a key would go in clear text: over plain HTTP, to another host. Whoever is
+    /// on the way reads it there; `https://` addresses end that.
+    ///
+    /// # Errors
+    /// As [`connect`](crate::connect).
+    pub fn in_clear<'a>(&self, addresses: &'a [String]) -> Result<Vec<&'a str>> {
+        if self.control().is_none() {
+            return Ok(Vec::new());
+        }
+        let mut found = Vec::new();
+        for address in addresses {
+            if http::is_in_clear(kind_of(address).1)? {
+                found.push(address.as_str());
+            }
+        }
+        Ok(found)
+    }
 }
 
 /// An SGLang client of the engine at an address, for what only SGLang can do: taking pushes.
@@ -79,5 +95,14 @@ mod tests {
         assert!(connect_sglang("sglang+http://a:1", ClientOptions::default()).is_ok());
         let refused = connect_sglang("vllm+http://a:1", ClientOptions::default()).unwrap_err().to_string();
         assert!(refused.contains("SGLang engines only"), "{refused}");
+    }
+
+    #[test]
+    fn in_clear_names_addresses_only_where_there_is_a_key() {
+        let addresses = ["vllm+http://a:1", "https://b", "127.0.0.1:1"].map(str::to_owned);
+        for keys in [Keys::new(Some("x"), None), Keys::new(None, Some("x"))] {
+            assert_eq!(keys.unwrap().in_clear(&addresses).unwrap(), ["vllm+http://a:1"]);
+        }
+        assert!(Keys::default().in_clear(&addresses).unwrap().is_empty());
     }
 }

@@ -26,6 +26,7 @@ pub mod live;
 pub mod nccl;
 pub mod push;
 pub mod sglang;
+mod tls;
 pub mod vllm;
 
 pub use engine::{ClientOptions, Engine, Expected, GenerateRequest, Generation, Label, Rid, SamplingParams};

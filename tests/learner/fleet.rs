@@ -14,20 +14,14 @@ fn fleet(stage: &Stage, what: &str, address: Option<&str>) -> Vec<Value> {
 
 /// The engines of the run, once they are so.
 fn until(stage: &Stage, trainer: &mut Process, are: impl Fn(&[Value]) -> bool) {
-    let end = std::time::Instant::now() + common::DEADLINE;
-    loop {
+    trainer.until("the engines", |trainer| {
         assert!(trainer.ended().is_none(), "the trainer ended:\n{}", trainer.output());
-        let mut command = driftless();
-        let listed = command.args(["--json", "fleet", "list"]).arg(stage.at("rl")).output().expect("a list");
-        let engines: Option<Vec<Value>> = serde_json::from_slice(&listed.stdout).ok();
-        if engines.is_some_and(|engines| are(&engines)) {
-            return;
-        }
+        let listed = common::output(driftless().args(["--json", "fleet", "list"]).arg(stage.at("rl")));
         // Not before it has attached its engines.
         assert!(matches!(listed.status.code(), Some(0 | 4)), "{listed:?}");
-        assert!(std::time::Instant::now() < end, "{listed:?}");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+        let engines: Vec<Value> = serde_json::from_slice(&listed.stdout).ok()?;
+        are(&engines).then_some(())
+    });
 }
 
 #[test]
@@ -62,4 +56,30 @@ fn engine_added_takes_over_from_one_that_is_removed_for_good() {
     Process::start("trainer", stage.dir.path(), &mut stage.trainer("")).succeed();
     assert_eq!(steps(&stage).len(), 6);
     assert_eq!(stage.engine.server().generations.len(), asked, "it is asked no more");
+}
+
+#[test]
+fn engine_that_a_watched_file_names_later_is_added() {
+    let mut stage = Stage::new(&[]);
+    let file = stage.at("engines");
+    let flag = ["--rollout-external-engines-file", file.to_str().expect("a name")];
+    stage.flags = flag.map(str::to_owned).to_vec();
+    // The list of the command has it too.
+    std::fs::write(&file, format!("# ours\n{}\n", stage.engine.url())).expect("a file");
+    let _follower = stage.follower();
+    (0..64).for_each(|_| stage.engine.fault("POST /v1/completions", Fault::Hang));
+    let mut trainer = Process::start("trainer", stage.dir.path(), &mut stage.trainer(""));
+    until(&stage, &mut trainer, |engines| engines.len() == 1 && engines[0]["in_flight"].as_u64() > Some(0));
+    std::fs::create_dir(stage.at("second")).expect("a directory");
+    let second = Vllm::start(&stage.at("second"));
+    let _other = stage.follower_of("host-1", "second", &second);
+    std::fs::write(&file, second.url()).expect("a file");
+    trainer.until("a word on the half-written file", |trainer| {
+        trainer.output().contains("half-written").then_some(())
+    });
+    std::fs::write(&file, second.url() + "\n").expect("a file");
+    until(&stage, &mut trainer, |engines| engines.len() == 2 && engines[1]["phase"] == json!("serving"));
+    fleet(&stage, "remove", Some(&stage.engine.url()));
+    trainer.succeed();
+    assert_eq!(steps(&stage).len() as u64, STEPS);
 }

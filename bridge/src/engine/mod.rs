@@ -25,6 +25,7 @@ use driftless_transport::Snapshot;
 use driftless_transport::activate::Limit;
 use serde::{Deserialize, Serialize};
 
+pub use crate::tls::Ca;
 pub use config::{ModelConfig, torch_name};
 pub use expected::Expected;
 pub(crate) use expected::hex;
@@ -36,7 +37,7 @@ pub(crate) use generate::{Mismatch, log_probability};
 pub use identity::{About, Identity};
 pub(crate) use identity::{Check, local};
 pub use label::Label;
-pub use options::{Ca, ClientOptions, Deadlines};
+pub use options::{ClientOptions, Deadlines};
 pub(crate) use sums::check;
 pub use sums::{LiveWeights, Sums};
 pub(crate) use tensors::{check_tensors, check_tied};

@@ -4,12 +4,9 @@ use std::time::Duration;
 
 use derive_setters::Setters;
 
-use driftless_http::client_builder;
-use driftless_store::chain_text;
-use reqwest::Certificate;
-
-use crate::error::{Error, Result};
+use crate::http::Link;
 use crate::keys::Keys;
+use crate::tls::Ca;
 
 /// How long each kind of call may take, connection and reply included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Setters)]
@@ -64,29 +61,10 @@ impl Default for ClientOptions {
     }
 }
 
-/// Certificates of authorities that vouch for engines.
-#[derive(Debug, Clone)]
-pub struct Ca(Vec<Certificate>);
-
-impl Ca {
-    /// Reads one PEM certificate or several.
-    ///
-    /// # Errors
-    /// [`Error::Ca`] for anything else, and where there is none.
-    pub fn from_pem(pem: &[u8]) -> Result<Self> {
-        let refused = |reason: String| Error::Ca { reason };
-        let certificates = Certificate::from_pem_bundle(pem);
-        let certificates = certificates.map_err(|error| refused(chain_text(&error)))?;
-        if certificates.is_empty() {
-            return Err(refused("it has no PEM certificate".into()));
-        }
-        // Only a client looks into them.
-        let client = client_builder(Duration::ZERO).tls_certs_only(certificates.clone()).build();
-        client.map_err(|error| refused(chain_text(&error)))?;
-        Ok(Self(certificates))
-    }
-
-    pub(crate) fn certificates(&self) -> impl Iterator<Item = Certificate> {
-        self.0.clone().into_iter()
+impl ClientOptions {
+    /// What of them a connection is made with.
+    pub(crate) fn link(&self) -> Link<'_> {
+        let Self { keys, deadlines, ca, reply_bytes_max } = self;
+        Link { keys, ca: ca.as_ref(), connect: deadlines.connect, reply_bytes_max: *reply_bytes_max }
     }
 }

@@ -40,7 +40,7 @@ impl Client {
     /// # Errors
     /// [`Error::Address`] for any other form of address.
     pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
-        Ok(Self { connection: Connection::new(address, &options)?, deadlines: options.deadlines })
+        Ok(Self { connection: Connection::new(address, options.link())?, deadlines: options.deadlines })
     }
 
     /// The engine's URL, as errors name it.

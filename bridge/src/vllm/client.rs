@@ -85,7 +85,7 @@ impl Client {
     /// # Errors
     /// [`Error::Address`](crate::Error::Address) for any other form of address.
     pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
-        let connection = Connection::new(address, &options)?;
+        let connection = Connection::new(address, options.link())?;
         Ok(Self { connection, deadlines: options.deadlines, without_plugin: Arc::default() })
     }
 

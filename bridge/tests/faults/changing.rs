@@ -71,7 +71,7 @@ fn added_engine_that_is_not_there_yet_joins_when_it_is() {
 }
 
 #[test]
-fn engine_that_does_not_join_or_sync_in_time_is_lost_and_comes_back() {
+fn engine_late_to_join_or_sync_is_lost_and_comes_back() {
     let scene = scene(1, patient().with_joining(Duration::ZERO).with_syncing(Duration::ZERO));
     let added = scene.another();
     added.kill();

@@ -143,6 +143,10 @@ struct RolloutArgs {
     /// Running engines to attach, as host:port or https://host/path, with vllm+ before the URL for vLLM.
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
+    /// File with a line for each further engine: its address, and `with-keys` behind it if it gets the keys. It is looked at
+    /// each second: engines that it names are added, and others drained.
+    #[arg(long, value_name = "FILE")]
+    rollout_external_engines_file: Option<PathBuf>,
     /// Prompts of a step; for SFT, examples [default: 32; for SFT of fresh weights 256, with --text 16].
     #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
@@ -444,8 +448,11 @@ impl RolloutArgs {
 
     /// Refuses addresses of engines that cannot be called: the learner would load the policy first.
     fn check(&self) -> Result<()> {
-        if self.debug() != Debug::TrainOnly && self.rollout_external_engine_addrs.is_empty() {
-            return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
+        if let Some(path) = &self.rollout_external_engines_file {
+            paths::check_file("--rollout-external-engines-file", path)?;
+        } else if self.debug() != Debug::TrainOnly && self.rollout_external_engine_addrs.is_empty() {
+            let flags = "--rollout-external-engine-addrs host:port … or --rollout-external-engines-file FILE";
+            return Err(missing("engines", flags));
         }
         for address in &self.rollout_external_engine_addrs {
             connect(address, ClientOptions::default())?;
@@ -516,8 +523,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let debug = rollout.debug();
     let store = update.store_or_memory(debug)?;
     rollout.check()?;
-    let engines = rollout.rollout_external_engine_addrs.len();
-    if debug != Debug::TrainOnly && update.engines_min > engines {
+    let (engines, may_grow) =
+        (rollout.rollout_external_engine_addrs.len(), rollout.rollout_external_engines_file.is_some());
+    if debug != Debug::TrainOnly && update.engines_min > engines && !may_grow {
         let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
         return Err(Error::usage("--engines-min", expected, update.engines_min));
     }
@@ -547,6 +555,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_n_samples_per_prompt(n_samples_per_prompt)
             .with_data(args.task.settings())
             .with_rollout_external_engine_addrs(addresses)
+            .with_rollout_external_engines_file(rollout.rollout_external_engines_file)
             .with_keys(client.keys)
             .with_engine_ca(client.ca)
             .with_mode(mode)

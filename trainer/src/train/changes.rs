@@ -49,9 +49,9 @@ impl Changes {
     }
 
     /// An engine was added.
-    pub(super) fn add(&mut self, address: &str, url: &str, keys: bool) {
+    pub(super) fn add(&mut self, engine: &Engine, url: &str) {
         self.forget(url);
-        self.added.push(Engine { address: address.to_owned(), keys });
+        self.added.push(engine.clone());
     }
 
     /// An engine was removed.
@@ -60,32 +60,35 @@ impl Changes {
         self.removed.push(url.to_owned());
     }
 
-    fn forget(&mut self, url: &str) {
+    /// Neither holds any more.
+    pub(super) fn forget(&mut self, url: &str) {
         self.removed.retain(|removed| removed != url);
         self.added.retain(|engine| !url_of(&engine.address).is_ok_and(|added| added == url));
     }
 
     /// The engines of a run whose options name these.
-    pub(super) fn applied_to(&self, named: &[String]) -> Result<Vec<Engine>> {
+    pub(super) fn applied_to(&self, named: &[Engine]) -> Result<Vec<Engine>> {
         let added = self.added.iter().map(|engine| Ok((url_of(&engine.address)?, engine)));
         let added = added.collect::<Result<Vec<_>>>()?;
         let mut engines = Vec::new();
-        for address in named {
-            let url = url_of(address)?;
+        for engine in named {
+            let url = url_of(&engine.address)?;
             if !self.removed.contains(&url) && !added.iter().any(|(other, _)| *other == url) {
-                engines.push(Engine { address: address.clone(), keys: true });
+                engines.push(engine.clone());
             }
         }
         engines.extend(added.into_iter().map(|(_, engine)| engine.clone()));
         if engines.is_empty() && !named.is_empty() {
             let expected = "an engine that was not removed from the run, as its fleet.json says";
+            let named: Vec<_> = named.iter().map(|engine| engine.address.as_str()).collect();
             return Err(input("rollout_external_engine_addrs", expected, named.join(", ")));
         }
         Ok(engines)
     }
 }
 
-fn url_of(address: &str) -> Result<String> {
+/// The URL of an address, by which engines are the same.
+pub(super) fn url_of(address: &str) -> Result<String> {
     Ok(connect(address, ClientOptions::default())?.url().to_owned())
 }
 
@@ -97,14 +100,14 @@ mod tests {
         Engine { address: address.to_owned(), keys }
     }
 
-    fn named(addresses: &[&str]) -> Vec<String> {
-        addresses.iter().map(|address| (*address).to_owned()).collect()
+    fn named(addresses: &[&str]) -> Vec<Engine> {
+        addresses.iter().map(|address| engine(address, true)).collect()
     }
 
     #[test]
     fn changes_go_before_the_options_for_what_they_name() {
         let mut changes = Changes::default();
-        changes.add("vllm+http://c:1/", "http://c:1", false);
+        changes.add(&engine("vllm+http://c:1/", false), "http://c:1");
         changes.remove("http://b:1");
         let engines = changes.applied_to(&named(&["a:1", "http://b:1/"])).unwrap();
         assert_eq!(engines, [engine("a:1", true), engine("vllm+http://c:1/", false)]);
@@ -118,11 +121,11 @@ mod tests {
     #[test]
     fn later_change_of_an_engine_counts() {
         let mut changes = Changes::default();
-        changes.add("a:1", "http://a:1", false);
+        changes.add(&engine("a:1", false), "http://a:1");
         changes.remove("http://a:1");
         assert_eq!(changes.applied_to(&named(&["b:1"])).unwrap(), [engine("b:1", true)]);
-        changes.add("http://a:1", "http://a:1", true);
-        changes.add("a:1", "http://a:1", true);
+        changes.add(&engine("http://a:1", true), "http://a:1");
+        changes.add(&engine("a:1", true), "http://a:1");
         assert_eq!(changes, Changes { added: vec![engine("a:1", true)], removed: Vec::new() });
     }
 
@@ -131,7 +134,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(Changes::read(dir.path()).unwrap(), Changes::default());
         let mut changes = Changes::default();
-        changes.add("a:1", "http://a:1", true);
+        changes.add(&engine("a:1", true), "http://a:1");
         changes.remove("http://b:1");
         changes.write(dir.path()).unwrap();
         assert_eq!(Changes::read(dir.path()).unwrap(), changes);

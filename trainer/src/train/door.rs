@@ -16,7 +16,7 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::changes::Changes;
+use super::changes::{Changes, Engine};
 use crate::door::{Answer, Request, SOCKET};
 use crate::error::{Error, Result, io as io_error};
 
@@ -57,14 +57,14 @@ impl Drop for Door {
 
 impl Door {
     /// Opens it in the directory of a run that nobody else has: a socket that is there is a dead process's.
-    pub(super) fn open(runtime: &Runtime, keeper: Keeper) -> Result<Self> {
+    pub(super) fn open(runtime: &Runtime, keeper: Arc<Keeper>) -> Result<Self> {
         let path = keeper.save.join(SOCKET);
         let listener = {
             let _inside = runtime.enter();
             listen(&path).map_err(io_error("listen on", &path))?
         };
         let mut task = JoinSet::new();
-        task.spawn_on(accept(listener, Arc::new(keeper)), runtime.handle());
+        task.spawn_on(accept(listener, keeper), runtime.handle());
         Ok(Self { path, _task: task })
     }
 }
@@ -150,7 +150,10 @@ impl Keeper {
         }
         match request {
             Request::List => {}
-            Request::Add { address, keys } => self.add(&address, keys).await?,
+            Request::Add { address, keys } => {
+                let engine = Engine { address, keys };
+                self.add(&engine, |changes, url| changes.add(&engine, url)).await?;
+            }
             Request::Drain { address, seconds } => {
                 let url = self.note_removed(&address).await?;
                 self.fleet.drain(&url, Duration::from_secs(seconds)).await?;
@@ -163,20 +166,33 @@ impl Keeper {
         Ok(())
     }
 
-    async fn add(&self, address: &str, with_keys: bool) -> Result<()> {
-        let mut changes = self.changes.lock().await;
+    /// Adds an engine that a file names, unless it is there.
+    pub(super) async fn take_in(&self, engine: &Engine) -> Result<()> {
+        if self.fleet.url_of(&engine.address).is_ok() {
+            return Ok(());
+        }
+        self.add(engine, |changes, url| changes.forget(url)).await
+    }
+
+    /// Drains an engine that a file no longer names, if it is there.
+    pub(super) async fn let_go(&self, url: &str, deadline: Duration) -> Result<()> {
+        if self.fleet.url_of(url).is_err() {
+            return Ok(());
+        }
+        self.note(|changes| changes.forget(url)).await?;
+        tracing::info!(engine = url, "engine is to go");
+        Ok(self.fleet.drain(url, deadline).await?)
+    }
+
+    /// Adds an engine, once `say` has said so to what is remembered.
+    async fn add(&self, engine: &Engine, say: impl FnOnce(&mut Changes, &str)) -> Result<()> {
         let nothing = Keys::default();
-        let url = self.fleet.add(address, if with_keys { &self.keys } else { &nothing })?;
-        let mut next = changes.clone();
-        next.add(address, &url, with_keys);
-        let noted = tokio::task::block_in_place(|| next.write(&self.save));
-        match noted {
-            Ok(()) => *changes = next,
+        let with_keys = engine.keys;
+        let url = self.fleet.add(&engine.address, if with_keys { &self.keys } else { &nothing })?;
+        if let Err(error) = self.note(|changes| say(changes, &url)).await {
             // What is not remembered is not done.
-            Err(error) => {
-                self.fleet.remove(&url)?;
-                return Err(error);
-            }
+            self.fleet.remove(&url)?;
+            return Err(error);
         }
         tracing::info!(engine = url, with_keys, "engine added");
         if with_keys && !self.keys.in_clear(std::slice::from_ref(&url))?.is_empty() {
@@ -190,14 +206,22 @@ impl Keeper {
 
     /// Remembers that an engine is to go, and returns its URL.
     async fn note_removed(&self, address: &str) -> Result<String> {
-        let mut changes = self.changes.lock().await;
         let url = self.fleet.url_of(address)?;
-        let mut next = changes.clone();
-        next.remove(&url);
-        tokio::task::block_in_place(|| next.write(&self.save))?;
-        *changes = next;
+        self.note(|changes| changes.remove(&url)).await?;
         tracing::info!(engine = url, "engine is to go");
         Ok(url)
+    }
+
+    /// Remembers a change.
+    async fn note(&self, say: impl FnOnce(&mut Changes)) -> Result<()> {
+        let mut changes = self.changes.lock().await;
+        let mut next = changes.clone();
+        say(&mut next);
+        if next != *changes {
+            tokio::task::block_in_place(|| next.write(&self.save))?;
+            *changes = next;
+        }
+        Ok(())
     }
 }
 
@@ -258,7 +282,8 @@ mod tests {
         let addresses = [fake.address.to_string()];
         let fleet = runtime.block_on(Fleet::attach(&addresses, &keys, &expected, options))?;
         let (fleet, save) = (Arc::new(fleet), save.to_owned());
-        Door::open(runtime, Keeper { fleet, keys, save, changes: Mutex::default(), pushes })
+        let keeper = Keeper { fleet, keys, save, changes: Mutex::default(), pushes };
+        Door::open(runtime, Arc::new(keeper))
     }
 
     fn urls(rows: &[EngineRow]) -> Vec<&str> {
@@ -318,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn line_that_is_no_request_is_answered_and_one_without_end_ends_it() {
+    fn line_that_is_no_request_is_answered_and_a_long_one_ends_it() {
         let scene = Scene::new(false);
         let stream = Plain::connect(scene.dir.path().join(SOCKET)).unwrap();
         let (mut write, mut lines) = (stream.try_clone().unwrap(), Lines::new(stream).lines());

@@ -11,6 +11,7 @@ mod session;
 mod take;
 mod update;
 mod versions;
+mod watched;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};

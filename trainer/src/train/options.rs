@@ -46,6 +46,8 @@ pub struct TrainOptions {
     pub trust_keys: Vec<TrustKey>,
     /// Engines, as `host:port` or URLs.
     pub rollout_external_engine_addrs: Vec<String>,
+    /// A file with a line for each further engine, followed while the run runs.
+    pub rollout_external_engines_file: Option<PathBuf>,
     /// The engines' API keys.
     pub keys: Keys,
     /// Who vouches for engines at `https://` addresses; those that the system trusts, if `None`.
@@ -147,6 +149,7 @@ impl TrainOptions {
             sign_key: None,
             trust_keys: Vec::new(),
             rollout_external_engine_addrs: Vec::new(),
+            rollout_external_engines_file: None,
             keys: Keys::default(),
             engine_ca: None,
             push: None,
@@ -196,6 +199,10 @@ impl TrainOptions {
 
     /// Refuses settings that do not go together.
     pub(super) fn check(&self) -> Result<()> {
+        if self.push.is_some() && self.rollout_external_engines_file.is_some() {
+            let expected = "none where the loop pushes (`push`): engines that are pushed into stay the same";
+            return Err(input("rollout_external_engines_file", expected, "both"));
+        }
         let Mode::Bounded { max_staleness } = self.mode else { return Ok(()) };
         // Weights that are published less often are always too old for some steps.
         if self.update_weights_interval > max_staleness.saturating_add(1) {

@@ -16,7 +16,7 @@ use driftless_transport::activate::How;
 use driftless_transport::publish::{PublisherOptions, Start};
 use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 
 use super::changes::{Changes, Engine};
 use super::coming::Coming;
@@ -24,7 +24,7 @@ use super::door::{Door, Keeper};
 use super::record::{Data, RunRecord};
 use super::update::{self, Updates};
 use super::versions::Versions;
-use super::{Event, Observer, TrainOptions, options};
+use super::{Event, Observer, TrainOptions, options, watched};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::Ledger;
@@ -58,6 +58,8 @@ pub(super) struct Session<'o> {
     pub(super) updates: Option<Updates>,
     /// Absent where followers bring versions to the engines, and when nothing is published.
     pub(super) pusher: Option<Pusher>,
+    /// The engines that the options name.
+    named: Vec<Engine>,
     /// The engines that the run begins with.
     pub(super) at_start: Vec<Engine>,
     /// What was changed of them while the run ran.
@@ -66,6 +68,8 @@ pub(super) struct Session<'o> {
     fleet: Option<Arc<Fleet>>,
     /// Where the engines are changed while the run runs. Absent as the fleet is, and where it could not be opened.
     door: Option<Door>,
+    /// What follows the file of engines.
+    watch: JoinSet<()>,
     /// Absent before [`Session::attach`], and when there are no engines.
     pub(super) rollouts: Option<Arc<Rollouts>>,
     /// Generates what the queue says; absent before the first step, and when there are no engines.
@@ -108,7 +112,8 @@ impl<'o> Session<'o> {
             runtime.block_on(options.task.ready())?;
         }
         let changes = Changes::read(&options.save)?;
-        let at_start = changes.applied_to(&options.rollout_external_engine_addrs)?;
+        let named = watched::named(options)?;
+        let at_start = changes.applied_to(&named)?;
         let pusher = match &options.push {
             Some(pushes) if options.debug == Debug::Off => {
                 let opened = Pusher::open(pushes.clone(), &addresses(&at_start));
@@ -132,10 +137,12 @@ impl<'o> Session<'o> {
             loaded: false,
             updates,
             pusher,
+            named,
             at_start,
             changes,
             fleet: None,
             door: None,
+            watch: JoinSet::new(),
             rollouts: None,
             generation: None,
             queue: None,
@@ -279,7 +286,15 @@ impl<'o> Session<'o> {
         let fleet = Arc::new(self.attach_those_up(&expected, &fleet_options)?);
         self.tell_outlook(&fleet);
         self.fleet = Some(fleet.clone());
-        self.open_door(&fleet);
+        let keeper = Arc::new(Keeper {
+            fleet: fleet.clone(),
+            keys: options.keys.clone(),
+            save: options.save.clone(),
+            changes: self.changes.clone().into(),
+            pushes: self.pusher.is_some(),
+        });
+        self.watch = watched::watch(&self.runtime, options, self.named.clone(), keeper.clone())?;
+        self.open_door(keeper);
         let observer = self.observer.clone();
         self.rollouts = Some(Arc::new(Rollouts {
             engines: fleet,
@@ -302,14 +317,7 @@ impl<'o> Session<'o> {
     }
 
     /// Lets the engines be changed while the run runs. A run that cannot goes on with those that it has.
-    fn open_door(&mut self, fleet: &Arc<Fleet>) {
-        let keeper = Keeper {
-            fleet: fleet.clone(),
-            keys: self.options.keys.clone(),
-            save: self.options.save.clone(),
-            changes: self.changes.clone().into(),
-            pushes: self.pusher.is_some(),
-        };
+    fn open_door(&mut self, keeper: Arc<Keeper>) {
         match Door::open(&self.runtime, keeper) {
             Ok(door) => self.door = Some(door),
             Err(error) => {

@@ -128,7 +128,7 @@ pub(super) const HOUSES: &[House] = &[
         lines_max: LINES_MAX,
         floors: &[
             &["error"],
-            &["keys", "nccl"],
+            &["keys", "nccl", "tls"],
             &["http"],
             &["engine", "live"],
             &["sglang", "vllm"],
@@ -150,7 +150,7 @@ pub(super) const HOUSES: &[House] = &[
         lines_max: LINES_MAX,
         floors: &[
             &["error", "lr", "seed"],
-            &["chat", "lines", "options", "push", "service"],
+            &["chat", "door", "lines", "options", "push", "service"],
             &["advantage", "ledger", "metrics", "sample", "schedule"],
             &["data", "reward"],
             &["hook", "learner"],
