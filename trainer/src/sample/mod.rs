@@ -98,7 +98,7 @@ pub fn answer_of(sample_id: u64) -> u64 {
 
 /// Id of a part of an answer; that of the first is the answer's number.
 pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
-    answer | part as u64 * Scalars::ANSWERS_MAX
+    answer | (part as u64 * Scalars::ANSWERS_MAX)
 }
 
 /// The answers of a group of `count`.
