@@ -152,8 +152,8 @@ fn damaged_score_leaves_its_answer_without_one() {
     log.close().unwrap();
     let path = segments(dir.path()).remove(0);
     let bytes = fs::read(&path).unwrap();
-    let frames = (4096..bytes.len()).step_by(64).filter(|at| bytes[*at..].starts_with(b"dlrF"));
-    let at = frames.last().unwrap() as u64 + 116;
+    let mut frames = (4096..bytes.len()).step_by(64).filter(|at| bytes[*at..].starts_with(b"dlrF"));
+    let at = frames.next_back().unwrap() as u64 + 116;
     OpenOptions::new().write(true).open(&path).unwrap().write_all_at(&[9], at).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     assert_eq!(complete(&reader, 1), []);
