@@ -65,7 +65,7 @@ pub struct FleetOptions {
     pub route: Route,
     /// Deadlines of single calls. What bounds a generation is `deadline`, whatever this says.
     pub calls: Deadlines,
-    /// Who vouches for engines at `https://` addresses, as [`ClientOptions::ca`].
+    /// Who vouches for engines at `https://` addresses, as [`ClientOptions::ca`](crate::ClientOptions::ca).
     pub ca: Option<Ca>,
     /// Those of the addresses whose engines get no key.
     pub keyless: Vec<String>,
@@ -125,7 +125,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Attaches every engine, all at once; addresses are those of [`connect`]; kinds may be mixed.
+    /// Attaches every engine, all at once; addresses are those of [`connect`](crate::connect); kinds may be
+    /// mixed.
     ///
     /// With [`FleetOptions::engines_min`], an engine that does not answer is attached once it does: when a request lacks
     /// an engine, or a version is waited for. One that is refused then stays out, and the log says why.

@@ -243,8 +243,9 @@ mod tests {
     struct Scene {
         dir: tempfile::TempDir,
         fakes: [Fake; 2],
+        keeper: Arc<Keeper>,
         _door: Door,
-        _runtime: Runtime,
+        runtime: Runtime,
     }
 
     impl Scene {
@@ -253,8 +254,9 @@ mod tests {
             let model = checkpoint(&dir.path().join("model"), 1, 4);
             let fakes = [Fake::start(&model), Fake::start(&model)];
             let runtime = Runtime::new().unwrap();
-            let door = open(&runtime, dir.path(), &fakes[0], pushes).unwrap();
-            Scene { dir, fakes, _door: door, _runtime: runtime }
+            let keeper = keeper(&runtime, dir.path(), &fakes[0], pushes).unwrap();
+            let door = Door::open(&runtime, keeper.clone()).unwrap();
+            Scene { dir, fakes, keeper, _door: door, runtime }
         }
 
         fn ask(&self, request: &Request) -> Result<Vec<EngineRow>> {
@@ -275,15 +277,14 @@ mod tests {
         }
     }
 
-    fn open(runtime: &Runtime, save: &Path, fake: &Fake, pushes: bool) -> Result<Door> {
+    fn keeper(runtime: &Runtime, save: &Path, fake: &Fake, pushes: bool) -> Result<Arc<Keeper>> {
         let keys = Keys::new(Some("key"), None)?;
         let expected = Expected::from_checkpoint(&fake.engine().started_with.clone())?;
         let options = FleetOptions::default().with_calls(patient().deadlines);
         let addresses = [fake.address.to_string()];
         let fleet = runtime.block_on(Fleet::attach(&addresses, &keys, &expected, options))?;
         let (fleet, save) = (Arc::new(fleet), save.to_owned());
-        let keeper = Keeper { fleet, keys, save, changes: Mutex::default(), pushes };
-        Door::open(runtime, Arc::new(keeper))
+        Ok(Arc::new(Keeper { fleet, keys, save, changes: Mutex::default(), pushes }))
     }
 
     fn urls(rows: &[EngineRow]) -> Vec<&str> {
@@ -309,6 +310,28 @@ mod tests {
         let removed = [scene.url(0), scene.url(1)];
         assert_eq!(scene.file(), serde_json::json!({"added": [], "removed": removed}));
         assert!(scene.fakes[1].engine().keys.iter().all(|(_, key)| key.is_none()));
+    }
+
+    #[test]
+    fn engines_of_a_file_come_and_go_unless_they_did_already() {
+        let scene = Scene::new(false);
+        let take_in = |keys: bool| {
+            let engine = Engine { address: scene.address(1), keys };
+            scene.runtime.block_on(scene.keeper.take_in(&engine)).unwrap();
+        };
+        let let_go = || scene.runtime.block_on(scene.keeper.let_go(&scene.url(1), LONG)).unwrap();
+        let_go();
+        take_in(true);
+        take_in(false);
+        assert_eq!(urls(&scene.ask(&Request::List).unwrap()), [scene.url(0), scene.url(1)]);
+        let_go();
+        assert_eq!(urls(&scene.ask(&Request::List).unwrap()), [scene.url(0)]);
+        assert!(!scene.dir.path().join("fleet.json").exists(), "the file tells the next start");
+        // What was changed by hand is over where the file says otherwise.
+        scene.ask(&Request::Add { address: scene.address(1), keys: false }).unwrap();
+        scene.ask(&Request::Remove { address: scene.address(1) }).unwrap();
+        take_in(false);
+        assert_eq!(scene.file(), serde_json::json!({"added": [], "removed": []}));
     }
 
     #[test]
@@ -370,12 +393,13 @@ mod tests {
         drop(std::os::unix::net::UnixListener::bind(dir.path().join(SOCKET)).unwrap());
         let dead = ask(dir.path(), &Request::List, LONG);
         assert!(matches!(dead, Err(Error::NoRun { .. })), "{dead:?}");
-        let door = open(&runtime, dir.path(), &scene.fakes[0], false).unwrap();
+        let keeper = keeper(&runtime, dir.path(), &scene.fakes[0], false).unwrap();
+        let door = Door::open(&runtime, keeper.clone()).unwrap();
         assert_eq!(ask(dir.path(), &Request::List, LONG).unwrap().len(), 1);
         drop(door);
         assert!(!dir.path().join(SOCKET).exists());
         std::fs::write(dir.path().join(SOCKET), "a file").unwrap();
-        let refused = open(&runtime, dir.path(), &scene.fakes[0], false);
+        let refused = Door::open(&runtime, keeper);
         assert!(matches!(refused, Err(Error::Io { .. })), "{refused:?}");
         assert!(dir.path().join(SOCKET).is_file());
     }
