@@ -133,8 +133,7 @@ impl Answered {
 type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
 
 /// The metadata of the first sample of an answer that was measured, as JSON.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
+#[derive(Debug, Default, Serialize)]
 #[non_exhaustive]
 pub struct EvaluationNote {
     /// Name of the set.
@@ -148,7 +147,13 @@ impl EvaluationNote {
     /// What a record of an evaluation says; nothing if it is another program's.
     #[must_use]
     pub fn of(record: &Record) -> Self {
-        serde_json::from_slice(record.metadata()).unwrap_or_default()
+        #[derive(Default, Deserialize)]
+        struct Set {
+            set: String,
+        }
+        // Each for itself: JSON that is kept as it is cannot be flattened back.
+        let Set { set } = serde_json::from_slice(record.metadata()).unwrap_or_default();
+        EvaluationNote { set, prompt: PromptNote::of(record) }
     }
 
     pub(super) fn new(set: &str, prompt: &Prompt) -> Self {

@@ -94,7 +94,12 @@ impl Begun {
         assert_eq!(published.version.0, version);
         let used = self.publisher.device_use();
         assert_eq!(used.device_bytes + used.host_bytes, model.bytes());
-        assert_eq!(model.copied.load(SeqCst) as u64, used.host_bytes);
+        let copied = model.copied.load(SeqCst) as u64;
+        // Where memory lacks, digests of tensors that are alike are made on the host, too: of which, the threads decide.
+        let lacks = used.host_because.as_ref().is_some_and(|because| because.contains("out of memory"));
+        let alike = if lacks { self.weights.0.iter().map(|(_, bytes)| bytes.len() as u64).sum() } else { 0 };
+        let allowed = used.host_bytes..=used.host_bytes + alike;
+        assert!(allowed.contains(&copied), "version {version}: {copied} bytes copied, {used:?}");
         assert!(on_host(used.host_bytes), "version {version}: {used:?}");
         let host = self.dir.path().join(format!("host-{version}"));
         let run = Run::open(self.store.clone(), RUN).unwrap();
