@@ -97,7 +97,8 @@ impl Begun {
         let copied = model.copied.load(SeqCst) as u64;
         // Where memory lacks, digests of tensors that are alike are made on the host, too: of which, the threads decide.
         let lacks = used.host_because.as_ref().is_some_and(|because| because.contains("out of memory"));
-        let alike = if lacks { self.weights.0.iter().map(|(_, bytes)| bytes.len() as u64).sum() } else { 0 };
+        let alike: u64 =
+            if lacks { self.weights.0.iter().map(|(_, bytes)| bytes.len() as u64).sum() } else { 0 };
         let allowed = used.host_bytes..=used.host_bytes + alike;
         assert!(allowed.contains(&copied), "version {version}: {copied} bytes copied, {used:?}");
         assert!(on_host(used.host_bytes), "version {version}: {used:?}");
