@@ -95,7 +95,7 @@ pub(crate) struct Connection {
     /// The base without its trailing slash: how the engine is named.
     pub(crate) engine: String,
     keys: Keys,
-    reply_bytes_max: usize,
+    pub(crate) reply_bytes_max: usize,
     /// Ends every call, whatever its own deadline.
     limit: Option<Limit>,
 }
@@ -125,16 +125,21 @@ impl Connection {
     /// Sends a call and reads the whole reply, whatever its status.
     pub(crate) async fn send(&self, call: Call<'_>) -> Result<Reply> {
         let began = Instant::now();
-        let sent = self.send_in_time(call).await;
+        let sent = self.in_time(call, self.exchange(call)).await;
         let (status, ms) =
             (sent.as_ref().ok().map(|reply| reply.status), began.elapsed().as_secs_f64() * 1e3);
         tracing::debug!(engine = self.engine, call = call.path, status, ms, "call");
         sent
     }
 
-    async fn send_in_time(&self, call: Call<'_>) -> Result<Reply> {
+    /// What an exchange comes to within the call's deadline, and what is left of the limit.
+    pub(crate) async fn in_time<T>(
+        &self,
+        call: Call<'_>,
+        exchange: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
         let (engine, name) = self.names(call);
-        let exchange = tokio::time::timeout(call.deadline, self.exchange(call));
+        let exchange = tokio::time::timeout(call.deadline, exchange);
         let exchanged = match &self.limit {
             None => exchange.await,
             Some(limit) => tokio::select! {
@@ -197,34 +202,46 @@ impl Connection {
     }
 
     async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
-        let lost = |error: reqwest::Error| {
-            let (engine, call) = self.names(call);
-            Error::Unreachable { engine, call, source: error.into() }
-        };
+        let reply = self.begin(call).await?;
+        self.rest(call, reply).await
+    }
+
+    /// Sends a call, and returns its reply once that begins.
+    pub(crate) async fn begin(&self, call: Call<'_>) -> Result<reqwest::Response> {
         let mut sent = self.request(call)?.send().await;
         // The connection may be one kept from an engine that has been started again since. What only asks may
         // be asked twice.
         if call.method == "GET" && sent.as_ref().is_err_and(|error| !error.is_connect()) {
             sent = self.request(call)?.send().await;
         }
-        let mut reply = sent.map_err(lost)?;
+        sent.map_err(|error| self.lost(call, error))
+    }
+
+    /// Reads the rest of a reply.
+    pub(crate) async fn rest(&self, call: Call<'_>, mut reply: reqwest::Response) -> Result<Reply> {
         let status = reply.status().as_u16();
         let limit = self.reply_bytes_max;
-        let too_large = || {
-            let (engine, call) = self.names(call);
-            Error::ReplyTooLarge { engine, call, limit }
-        };
         if reply.content_length().is_some_and(|length| length > limit as u64) {
-            return Err(too_large());
+            return Err(self.too_large(call));
         }
         let mut body = Vec::new();
-        while let Some(chunk) = reply.chunk().await.map_err(lost)? {
+        while let Some(chunk) = reply.chunk().await.map_err(|error| self.lost(call, error))? {
             if body.len() + chunk.len() > limit {
-                return Err(too_large());
+                return Err(self.too_large(call));
             }
             body.extend_from_slice(&chunk);
         }
         Ok(Reply { status, body })
+    }
+
+    pub(crate) fn lost(&self, call: Call<'_>, error: reqwest::Error) -> Error {
+        let (engine, call) = self.names(call);
+        Error::Unreachable { engine, call, source: error.into() }
+    }
+
+    pub(crate) fn too_large(&self, call: Call<'_>) -> Error {
+        let (engine, call) = self.names(call);
+        Error::ReplyTooLarge { engine, call, limit: self.reply_bytes_max }
     }
 
     fn request(&self, call: Call<'_>) -> Result<reqwest::RequestBuilder> {

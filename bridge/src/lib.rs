@@ -17,6 +17,7 @@ pub mod activate;
 pub mod coordinate;
 pub mod engine;
 mod error;
+mod events;
 pub mod fleet;
 mod http;
 mod keys;

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use derive_setters::Setters;
 use serde::{Deserialize, Serialize};
 
+use super::Drawn;
 use crate::error::{Error, Result};
 
 /// A request's id: 36 hex digits, always.
@@ -101,13 +102,16 @@ pub struct GenerateRequest {
     /// Requests with the same number begin with the same tokens. A fleet keeps them on one engine, whose cache then
     /// has the prompt; engines do not see it.
     pub affinity: Option<u64>,
+    /// The first tokens of the answer, drawn before. A [`Fleet`](crate::Fleet) has an engine go on behind them, and its
+    /// reply has them too; an engine that is asked by itself does not see them.
+    pub drawn: Drawn,
 }
 
 impl GenerateRequest {
     /// A request that shares its prompt with no other.
     #[must_use]
     pub fn new(rid: Rid, input_ids: Vec<i32>, sampling: SamplingParams) -> Self {
-        Self { rid, input_ids, sampling, affinity: None }
+        Self { rid, input_ids, sampling, affinity: None, drawn: Drawn::default() }
     }
 
     /// A greedy request of our own, which ends with `max_new_tokens` only.
@@ -135,7 +139,7 @@ impl GenerateRequest {
             return fail("input_ids", "at least one token".into(), "none".into());
         }
         let bound = vocabulary.unwrap_or(i32::MAX as u64);
-        for ids in [&self.input_ids, &self.sampling.stop_token_ids] {
+        for ids in [&self.input_ids, &self.drawn.output_ids, &self.sampling.stop_token_ids] {
             if let Some(id) = outside(ids, bound) {
                 return fail("a token id", format!("in 0..{bound}"), id.to_string());
             }
@@ -216,7 +220,7 @@ impl Generation {
 }
 
 /// The first id that is no token of a vocabulary of this size.
-fn outside(ids: &[i32], vocabulary: u64) -> Option<&i32> {
+pub(crate) fn outside(ids: &[i32], vocabulary: u64) -> Option<&i32> {
     ids.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= vocabulary))
 }
 

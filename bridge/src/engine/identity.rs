@@ -28,6 +28,8 @@ pub struct Identity {
     pub tokenizer: Option<String>,
     /// Whether replies say which output tokens came from which weights.
     pub spans: bool,
+    /// Whether a piece of a stream has new tokens only; otherwise each has all tokens so far.
+    pub incremental: bool,
     /// Why its checksums cannot be compared with those that are computed here, if they cannot.
     pub(crate) no_checksums: Option<String>,
     /// The load format that an update has to name: an engine started with `dummy` keeps that as its default,
@@ -57,6 +59,7 @@ impl Identity {
             config_compared: true,
             tokenizer: None,
             spans: false,
+            incremental: true,
             no_checksums: None,
             load_format: None,
             loads_only: None,

@@ -5,6 +5,7 @@
 //! trait, and one line in [`connect`](crate::connect).
 
 pub(crate) mod config;
+mod drawn;
 mod expected;
 mod fusing;
 mod generate;
@@ -27,13 +28,14 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::tls::Ca;
 pub use config::{ModelConfig, torch_name};
+pub use drawn::{Drawn, Piece};
 pub use expected::Expected;
 pub(crate) use expected::hex;
 pub use fusing::Fusing;
 #[cfg(test)]
 pub(crate) use fusing::Parameter;
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
-pub(crate) use generate::{Mismatch, log_probability};
+pub(crate) use generate::{Mismatch, log_probability, outside};
 pub use identity::{About, Identity};
 pub(crate) use identity::{Check, local};
 pub use label::Label;
@@ -89,6 +91,18 @@ pub trait Engine: fmt::Debug + Send + Sync {
     /// Fails with [`Error::Request`] for what this kind of engine cannot do, and [`Error::Reply`] for a reply that does
     /// not hold.
     fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation>;
+
+    /// As [`Engine::generate`], and tells of tokens as they come: at most `interval` of them unsaid, where this kind of
+    /// engine streams. The reply has all of them.
+    fn stream<'a>(
+        &'a self,
+        request: &'a GenerateRequest,
+        interval: u32,
+        seen: &'a mut (dyn FnMut(Piece<'_>) + Send),
+    ) -> Answer<'a, Generation> {
+        let _ = (interval, seen);
+        self.generate(request)
+    }
 
     /// Aborts one request, never all. An id that the engine does not know is no error.
     fn abort<'a>(&'a self, request: &'a Rid) -> Answer<'a, ()>;
@@ -251,6 +265,14 @@ impl Attached {
     pub async fn attach(engine: Arc<dyn Engine>, expected: &Expected) -> Result<Self> {
         let identity = engine.identify(expected).await?;
         tracing::info!(engine = engine.url(), kind = engine.kind(), ?identity, "attached");
+        if !identity.incremental {
+            let engine = engine.url();
+            tracing::info!(
+                engine,
+                "each piece of its streams has all tokens so far, so answers come in few pieces; SGLang's \
+                 --incremental-streaming-output changes that"
+            );
+        }
         if expected.config.custom_code {
             let engine = engine.url();
             tracing::warn!(

@@ -1,15 +1,48 @@
 //! One request's place on one engine, and the handling of its reply.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use tokio::sync::Notify;
+
 use super::member::{LOOK_EVERY, Member};
-use crate::engine::{Finish, GenerateRequest, Generation, Label, Rid};
+use super::settled::Versions;
+use crate::engine::{Drawn, Finish, GenerateRequest, Generation, Label, Piece, Rid, outside};
 use crate::error::{Error, Result};
 
 /// How an engine says that it still works on a request of this id; a trainer that was restarted meets its
 /// own.
 const DUPLICATE: &str = "Duplicate request ID";
+
+/// Tokens of a piece of a stream, and most pieces of a stream that repeats all tokens in each.
+const PIECE: u32 = 32;
+const REPEATED_MAX: u32 = 8;
+
+/// How long nothing may be heard of a request before its engine is looked at.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// An answer, over all attempts.
+pub(super) struct Answer<'a> {
+    /// Its tokens that stay, whatever becomes of an attempt.
+    pub(super) drawn: Drawn,
+    /// Is told of each of them.
+    pub(super) told: &'a mut (dyn FnMut(Piece<'_>) + Send),
+}
+
+impl Answer<'_> {
+    fn keep(&mut self, piece: Piece<'_>) {
+        self.drawn.push(piece);
+        (self.told)(piece);
+    }
+
+    /// Keeps what a reply has, of which the tokens behind the first `behind` are kept already.
+    fn keep_rest(&mut self, behind: usize, reply: &Generation) {
+        let mut whole = Drawn::default();
+        whole.append(reply);
+        whole.pieces(self.drawn.len() - behind).for_each(|piece| self.keep(piece));
+    }
+}
 
 /// A place on an engine, given back when dropped; a request that was sent and not answered by then is
 /// aborted.
@@ -39,27 +72,40 @@ impl Lease {
         Self { member, rid, left, unanswered: false }
     }
 
-    pub(super) async fn attempt(mut self, request: &GenerateRequest, minimum: Option<&Label>) -> Attempt {
+    /// Has the engine go on behind what is drawn of an answer.
+    pub(super) async fn attempt(
+        mut self,
+        request: &GenerateRequest,
+        minimum: Option<&Label>,
+        answer: &mut Answer<'_>,
+    ) -> Attempt {
         self.unanswered = true;
+        let behind = answer.drawn.len();
         let outcome = tokio::select! {
             biased;
             () = self.member.gone() => return self.again("it was removed from the fleet".into()),
-            outcome = tokio::time::timeout(self.left, self.generate(request)) => outcome,
+            outcome = tokio::time::timeout(self.left, self.generate(request, minimum, answer)) => outcome,
         };
         let Ok(outcome) = outcome else { return self.late(self.left).await };
-        self.unanswered = matches!(outcome, Err(Error::Deadline { .. }));
+        self.unanswered = matches!(outcome, Err(Error::Deadline { .. }) | Ok(None));
         match outcome {
-            Ok((generation, before)) => {
+            Ok(Some((generation, before))) => {
                 self.member.state().replied();
-                match unusable(&generation, before.as_deref(), minimum) {
-                    None => Attempt::Done(self.note(generation)),
-                    Some(reason) => {
-                        self.note(generation);
-                        // Whatever made it unusable, asking again at once would make it so again.
-                        tokio::time::sleep(LOOK_EVERY).await;
-                        self.again(reason)
+                let reason = match (unusable(&generation, before.as_deref(), minimum), &generation.finish) {
+                    (None, Finish::Abort { message }) => {
+                        answer.keep_rest(behind, &generation);
+                        format!("aborted by somebody else: {message}")
                     }
-                }
+                    (None, _) => return Attempt::Done(self.note(generation)),
+                    (Some(reason), _) => reason,
+                };
+                self.note(generation);
+                // Whatever made it unusable, asking again at once would make it so again.
+                tokio::time::sleep(LOOK_EVERY).await;
+                self.again(reason)
+            }
+            Ok(None) => {
+                self.again("its weights changed, or it fell silent, before the reply was whole".into())
             }
             Err(error) if error.is_transient() => {
                 self.member.failed(&error);
@@ -79,17 +125,68 @@ impl Lease {
         if is_up { Attempt::Over(error) } else { Attempt::Again(error.to_string()) }
     }
 
-    /// The reply, and the engine's label before it where the reply will not say which tokens are whose.
-    async fn generate(&self, request: &GenerateRequest) -> Result<(Generation, Option<String>)> {
+    /// The reply, and the engine's label before it where the reply will not say which tokens are whose. `None` where the
+    /// weights change under such a reply.
+    async fn generate(
+        &self,
+        request: &GenerateRequest,
+        minimum: Option<&Label>,
+        answer: &mut Answer<'_>,
+    ) -> Result<Option<(Generation, Option<String>)>> {
         let engine = &self.member.engine;
-        let spans = self.member.state().identity.as_ref().is_some_and(|identity| identity.spans);
-        let before = if spans { None } else { engine.label().await? };
-        let generation = engine.generate(request).await?;
-        generation.validate(self.member.expected.config.vocabulary)?;
+        let (identity, serving) = {
+            let state = self.member.state();
+            (state.identity.clone(), state.serving.clone())
+        };
+        let spans = identity.as_ref().is_some_and(|identity| identity.spans);
+        let began = if spans { serving } else { engine.label().await? };
+        let vocabulary = self.member.expected.config.vocabulary;
+        let mut versions = Versions::new(&self.member.settled, began.as_deref());
+        let (heard, crossed) = (AtomicU64::new(0), Notify::new());
+        let mut seen = |piece: Piece<'_>| {
+            heard.fetch_add(1, Relaxed);
+            if !spans && Some(piece.label) != began.as_deref() {
+                crossed.notify_one();
+            } else if versions.know(piece.label)
+                && is_new_enough(piece.label, minimum)
+                && outside(piece.output_ids, vocabulary).is_none()
+            {
+                answer.keep(piece);
+            }
+        };
+        let interval = interval(request, identity.is_some_and(|identity| identity.incremental));
+        let reply = match interval {
+            Some(interval) => engine.stream(request, interval, &mut seen),
+            None => engine.generate(request),
+        };
+        let generation = tokio::select! {
+            biased;
+            reply = reply => reply?,
+            () = crossed.notified() => return Ok(None),
+            () = self.silence(&heard) => {
+                let (engine, call) = (engine.url().to_owned(), "a generation".to_owned());
+                return Err(Error::Deadline { engine, call, after: SILENCE });
+            }
+        };
+        generation.validate(vocabulary)?;
         for span in &generation.spans {
             self.member.check_version("a generation", &span.label).await?;
         }
-        Ok((generation, before))
+        Ok(Some((generation, began.filter(|_| !spans))))
+    }
+
+    /// Returns once nothing is heard of a request for a while, and its engine does not answer anything else either.
+    async fn silence(&self, heard: &AtomicU64) {
+        loop {
+            let before = heard.load(Relaxed);
+            tokio::time::sleep(SILENCE).await;
+            if heard.load(Relaxed) == before {
+                self.member.look().await;
+                if !self.member.state().up {
+                    return;
+                }
+            }
+        }
     }
 
     /// Learns from a reply what its engine serves.
@@ -120,12 +217,15 @@ impl Drop for Lease {
     }
 }
 
-/// Why a complete reply must not be used: aborted, older than asked, or crossed by a change of weights that
-/// it cannot locate.
+/// How many tokens of a request come at a time; `None` where they come at once. Pieces that have all tokens so far are few.
+fn interval(request: &GenerateRequest, incremental: bool) -> Option<u32> {
+    let most = request.sampling.max_new_tokens;
+    let interval = if incremental { PIECE } else { PIECE.max(most / REPEATED_MAX) };
+    (most > interval).then_some(interval)
+}
+
+/// Why the tokens of a reply must not be used: older than asked, or crossed by a change of weights that it cannot locate.
 fn unusable(generation: &Generation, before: Option<&str>, minimum: Option<&Label>) -> Option<String> {
-    if let Finish::Abort { message } = &generation.finish {
-        return Some(format!("aborted by somebody else: {message}"));
-    }
     if !generation.spans_reported {
         let crossed = generation.spans.iter().find(|span| Some(span.label.as_str()) != before);
         if let Some(span) = crossed {
@@ -135,12 +235,13 @@ fn unusable(generation: &Generation, before: Option<&str>, minimum: Option<&Labe
             ));
         }
     }
+    let old = generation.spans.iter().find(|span| !is_new_enough(&span.label, minimum))?;
     let minimum = minimum?;
-    let old = generation
-        .spans
-        .iter()
-        .find(|span| !span.label.parse::<Label>().is_ok_and(|label| label.at_least(minimum)))?;
     Some(format!("tokens of {} where {minimum} or later was asked for", old.label))
+}
+
+fn is_new_enough(label: &str, minimum: Option<&Label>) -> bool {
+    minimum.is_none_or(|minimum| label.parse::<Label>().is_ok_and(|label| label.at_least(minimum)))
 }
 
 #[cfg(test)]
@@ -183,9 +284,23 @@ mod tests {
     }
 
     #[test]
-    fn aborted_replies_are_not_samples() {
-        let aborted =
-            Generation { finish: Finish::Abort { message: "x".into() }, ..generation(&["a"], true) };
-        assert!(unusable(&aborted, None, None).is_some());
+    fn interval_leaves_short_answers_whole_and_repeats_little() {
+        let of = |most, incremental| {
+            let sampling = crate::SamplingParams { max_new_tokens: most, ..Default::default() };
+            interval(&GenerateRequest::new(Rid::new(0, 0), vec![1], sampling), incremental)
+        };
+        assert_eq!((of(32, true), of(33, true), of(4096, true)), (None, Some(32), Some(32)));
+        assert_eq!((of(32, false), of(256, false), of(4096, false)), (None, Some(32), Some(512)));
+    }
+
+    #[test]
+    fn answer_keeps_what_a_reply_has_beyond_its_stream() {
+        let mut told = Vec::new();
+        let mut tell = |piece: Piece<'_>| told.push((piece.label.to_owned(), piece.output_ids.len()));
+        let mut answer = Answer { drawn: Drawn::default(), told: &mut tell };
+        answer.keep(Piece { output_ids: &[0, 0], log_probs: &[0.0, 0.0], label: "a" });
+        answer.keep_rest(1, &generation(&["a", "b", "b"], true));
+        assert_eq!((answer.drawn.len(), answer.drawn.spans.len()), (4, 2));
+        assert_eq!(told, [("a".to_owned(), 2), ("b".to_owned(), 2)]);
     }
 }

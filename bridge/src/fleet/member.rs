@@ -8,6 +8,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::newest::Known;
+use super::settled::Settled;
 use crate::engine::{Attached, Engine, Expected, Identity, Label};
 use crate::error::{Error, Result};
 
@@ -24,6 +25,7 @@ pub(super) struct Member {
     pub(super) expected: Expected,
     /// Absent where any version will do.
     known: Option<Arc<Known>>,
+    pub(super) settled: Arc<Settled>,
     /// Notified after it may have become one that can take a request.
     stirred: Arc<Notify>,
     /// Notified after its own task may have something to do: it went down, is to drain or has drained, or another version
@@ -75,11 +77,12 @@ impl Member {
         engine: Arc<dyn Engine>,
         expected: Expected,
         known: Option<Arc<Known>>,
+        settled: Arc<Settled>,
         stirred: Arc<Notify>,
     ) -> Self {
         let state = Mutex::new(Standing::new(id, Instant::now()));
         let (changed, gone) = (Notify::new(), watch::Sender::new(false));
-        Self { engine, expected, known, stirred, changed, gone, state, looking: Arc::default() }
+        Self { engine, expected, known, settled, stirred, changed, gone, state, looking: Arc::default() }
     }
 
     /// Attaches the engine.

@@ -8,6 +8,7 @@ mod places;
 mod queue;
 mod roster;
 mod route;
+mod settled;
 mod wait;
 
 use std::sync::Arc;
@@ -19,10 +20,10 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::{Attached, Ca, Deadlines, Expected, GenerateRequest, Generation, Label};
+use crate::engine::{Attached, Ca, Deadlines, Expected, GenerateRequest, Generation, Label, Piece};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
-use lease::{Attempt, Lease};
+use lease::{Answer, Attempt, Lease};
 use member::{LOOK_EVERY, Member, Standing};
 pub use newest::Newest;
 pub use phase::Phase;
@@ -244,9 +245,10 @@ impl Fleet {
 
     /// Generates one sample on some engine, all of it with weights of `minimum` or later versions of its run.
     ///
-    /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine
-    /// that fails. Such a failure is a token id that is not below the model's `vocab_size`, a reply without a token,
-    /// and a version that was not published ([`FleetOptions::newest`]). The sample is then tried again, elsewhere or
+    /// An attempt whose tokens are older is thrown away. Of one that somebody aborted, and of one on an engine that fails,
+    /// the tokens stay whose version is known: see [`Fleet::stream`]. Such a failure is also a token id that is not below
+    /// the model's `vocab_size`, a reply without a token, and a version that was not published
+    /// ([`FleetOptions::newest`]). The sample is then tried again, elsewhere or
     /// once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
     ///
     /// Requests get places in the order in which they asked. One that no engine may take yet does not hold up those
@@ -256,28 +258,63 @@ impl Fleet {
     /// [`Error::Exhausted`] with every engine's last failure; [`Error::Deadline`] of an engine that still answers, and
     /// generated until the fleet's deadline; [`Error::Request`] and [`Error::Status`] for requests that no engine would
     /// take; [`Error::SetUp`] if the runtime that attached the fleet is shut down.
-    pub async fn generate(
+    pub async fn generate(&self, request: GenerateRequest, minimum: Option<&Label>) -> Result<Generation> {
+        self.stream(request, minimum, &mut |_| {}).await
+    }
+
+    /// As [`Fleet::generate`], and tells of tokens that stay, while they come: they are part of the answer, whatever
+    /// becomes of their engine. The answer goes on behind them on the same engine or on another one. Pieces follow on each
+    /// other, and on [`GenerateRequest::drawn`].
+    ///
+    /// A token stays once its version is known. That is at the end of a reply, and before it on an engine that served the
+    /// newest version when the request began, until [`Fleet::publishing`] says that another one may come. Engines that do
+    /// not stream, and answers of few tokens, have no pieces before their end.
+    ///
+    /// # Errors
+    /// As [`Fleet::generate`].
+    pub async fn stream(
         &self,
         mut request: GenerateRequest,
         minimum: Option<&Label>,
+        told: &mut (dyn FnMut(Piece<'_>) + Send),
     ) -> Result<Generation> {
         request.validate(Some(self.vocabulary))?;
         minimum.inspect(|minimum| self.roster.want(minimum));
         let mut left = self.options.deadline;
+        let mut answer = Answer { drawn: request.drawn.clone(), told };
         loop {
+            if let Some(whole) = request.is_drawn() {
+                return Ok(whole);
+            }
             let Some(lease) = self.lease(&request, minimum, left).await? else {
                 return Err(self.exhausted(&request));
             };
             let begin = Instant::now();
             left = lease.left;
-            match lease.attempt(&request, minimum).await {
-                Attempt::Done(generation) => return Ok(generation),
+            match lease.attempt(&request.rest(), minimum, &mut answer).await {
+                Attempt::Done(rest) => return Ok(request.drawn.whole(rest)),
                 Attempt::Over(error) => return Err(error),
-                Attempt::Again(reason) => tracing::debug!(rid = %request.rid, reason, "attempt thrown away"),
+                Attempt::Again(reason) => {
+                    let kept = answer.drawn.len();
+                    tracing::debug!(rid = %request.rid, reason, kept, "an answer goes on");
+                }
             }
             left = left.saturating_sub(begin.elapsed());
+            request.drawn.clone_from(&answer.drawn);
             request.rid = request.rid.next_attempt();
         }
+    }
+
+    /// Says that a version is about to be published. Until [`Fleet::published`], tokens wait for the end of their reply to
+    /// say which version drew them.
+    pub fn publishing(&self) {
+        self.roster.settled.unsettle();
+    }
+
+    /// Says which version is the newest. Tokens that an engine draws with it, from the beginning of a request on, need not
+    /// wait any more.
+    pub fn published(&self, newest: &Label) {
+        self.roster.settled.settle(&newest.to_string());
     }
 
     /// Waits until every engine that answers serves `label` or a later version of its run, and returns those

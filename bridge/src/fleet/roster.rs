@@ -14,6 +14,7 @@ use super::FleetOptions;
 use super::member::Member;
 use super::newest::Known;
 use super::phase::{Bounds, Phase, Wanted, phase};
+use super::settled::Settled;
 use crate::engine::{ClientOptions, Expected, Label};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
@@ -30,6 +31,7 @@ pub(super) struct Roster {
     bounds: Bounds,
     expected: Expected,
     known: Option<Arc<Known>>,
+    pub(super) settled: Arc<Settled>,
     /// What each engine is called with, but for its keys.
     client: ClientOptions,
     /// Tells the task of places that an engine may have one.
@@ -58,6 +60,7 @@ impl Roster {
             bounds: Bounds { joining: options.joining, syncing: options.syncing },
             expected: expected.clone(),
             known: options.newest.clone().map(|newest| Arc::new(Known::new(newest))),
+            settled: Arc::default(),
             client,
             stirred: Arc::default(),
             ids: AtomicU64::default(),
@@ -69,7 +72,8 @@ impl Roster {
     pub(super) fn member(&self, address: &str, keys: &Keys) -> Result<Arc<Member>> {
         let engine = connect(address, self.client.clone().with_keys(keys.clone()))?;
         let (id, stirred) = (self.ids.fetch_add(1, Relaxed), self.stirred.clone());
-        Ok(Arc::new(Member::new(id, engine, self.expected.clone(), self.known.clone(), stirred)))
+        let (expected, known, settled) = (self.expected.clone(), self.known.clone(), self.settled.clone());
+        Ok(Arc::new(Member::new(id, engine, expected, known, settled, stirred)))
     }
 
     /// Takes an engine in.

@@ -1,14 +1,15 @@
 //! A typed client of one engine: every call the bridge uses, each with its deadline.
 
+use std::ops::ControlFlow;
 use std::sync::LazyLock;
 use std::time::Duration;
 
 use driftless_transport::activate::Limit;
 use serde_json::{Value, json};
 
-use super::generate::{self, RawGeneration};
+use super::generate::{self, RawFailure, RawGeneration, Streamed};
 use super::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, PluginUpdated, TensorUpdate};
-use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
+use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, Mismatch, PauseMode, Piece};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::live::PluginReply;
@@ -105,11 +106,39 @@ impl Client {
     /// # Errors
     /// [`Error::Reply`] when it is not so; as [`Client::model_info`].
     pub async fn generate(&self, request: &GenerateRequest) -> Result<Generation> {
-        let body = generate::body(request);
+        let body = generate::body(request, None);
         let call = Call::post("/generate", Level::Normal, Some(&body), self.deadlines.generate);
         let raw: RawGeneration = self.connection.json(call).await?;
         raw.check(request, self.url())
             .map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
+    }
+
+    /// As [`Client::generate`], and tells of tokens as they come, `interval` at a time, each piece with the label that the
+    /// engine had when it sent it. Dropping the future aborts the request.
+    ///
+    /// # Errors
+    /// As [`Client::generate`]. [`Error::Reply`] also for a stream that ends before its request does.
+    pub async fn stream(
+        &self,
+        request: &GenerateRequest,
+        interval: u32,
+        seen: &mut (dyn FnMut(Piece<'_>) + Send),
+    ) -> Result<Generation> {
+        let body = generate::body(request, Some(interval));
+        let call = Call::post("/generate", Level::Normal, Some(&body), self.deadlines.generate);
+        let malformed = |(expected, found): Mismatch| self.connection.malformed(call, &expected, &found);
+        let (mut streamed, mut whole) = (Streamed::default(), None);
+        let take = |data: &[u8]| {
+            let raw: RawGeneration = self.connection.decode(call, data)?;
+            if let Some(RawFailure { code }) = raw.error {
+                let reply = Reply { status: code.unwrap_or(500), body: data.to_vec() };
+                return Err(self.connection.status_error(call, &reply));
+            }
+            whole = streamed.take(raw, request, self.url(), seen).map_err(malformed)?;
+            Ok(if whole.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        };
+        self.connection.events(call, take).await?;
+        whole.ok_or_else(|| malformed(generate::unfinished()))
     }
 
     /// `POST /pause_generation`.

@@ -12,7 +12,7 @@ use super::wire::PluginUpdated;
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, OnlyPlugin, checksums, identity};
 use crate::engine::{
     About, Answer, BETWEEN_TRIES, Comparison, Engine, Expected, GenerateRequest, Generation, Identity,
-    Patched, PauseMode, Reload, Rid, Sums, TRIES, expect_label, local,
+    Patched, PauseMode, Piece, Reload, Rid, Sums, TRIES, expect_label, local,
 };
 use crate::error::{Error, Result};
 use crate::http::excerpt;
@@ -52,6 +52,15 @@ impl Engine for Client {
 
     fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation> {
         Box::pin(Client::generate(self, request))
+    }
+
+    fn stream<'a>(
+        &'a self,
+        request: &'a GenerateRequest,
+        interval: u32,
+        seen: &'a mut (dyn FnMut(Piece<'_>) + Send),
+    ) -> Answer<'a, Generation> {
+        Box::pin(Client::stream(self, request, interval, seen))
     }
 
     fn abort<'a>(&'a self, request: &'a Rid) -> Answer<'a, ()> {

@@ -4,18 +4,22 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::engine::{
-    Finish, GenerateRequest, Generation, Mismatch, SamplingParams, VersionSpan, log_probability,
+    Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, VersionSpan, log_probability,
 };
 use crate::error::Result;
 
-/// The body of `POST /generate`.
-pub(crate) fn body(request: &GenerateRequest) -> Value {
+/// The body of `POST /generate`; with an interval, of a stream whose pieces have so many tokens.
+pub(crate) fn body(request: &GenerateRequest, stream_interval: Option<u32>) -> Value {
+    let mut sampling = sampling(&request.sampling);
+    if let Some(interval) = stream_interval {
+        sampling["stream_interval"] = interval.into();
+    }
     json!({
         "rid": request.rid.to_string(),
         "input_ids": request.input_ids,
-        "sampling_params": sampling(&request.sampling),
+        "sampling_params": sampling,
         "return_logprob": true,
-        "stream": false,
+        "stream": stream_interval.is_some(),
     })
 }
 
@@ -48,13 +52,24 @@ fn sampling(params: &SamplingParams) -> Value {
 pub(crate) struct RawGeneration {
     #[serde(default)]
     output_ids: Vec<i32>,
-    meta_info: RawMeta,
+    meta_info: Option<RawMeta>,
+    /// Of a stream, in place of the others.
+    pub(crate) error: Option<RawFailure>,
+}
+
+/// Why a stream ends before its request does.
+#[derive(Debug, Deserialize)]
+pub(crate) struct RawFailure {
+    pub(crate) code: Option<u16>,
 }
 
 #[derive(Debug, Deserialize)]
 struct RawMeta {
     id: Option<String>,
-    finish_reason: RawFinish,
+    /// Absent while there is more to come.
+    finish_reason: Option<RawFinish>,
+    /// Tokens drawn so far. A piece of a stream has all of them, or the last ones only.
+    completion_tokens: Option<usize>,
     weight_version: Option<String>,
     weight_versions: Option<Vec<VersionSpan>>,
     #[serde(default)]
@@ -76,23 +91,90 @@ struct RawFinish {
 impl RawGeneration {
     /// Checks a reply against its request and gives it its final form.
     pub(crate) fn check(self, request: &GenerateRequest, engine: &str) -> Result<Generation, Mismatch> {
-        let meta = self.meta_info;
+        Streamed::default().take(self, request, engine, &mut |_| {})?.ok_or_else(unfinished)
+    }
+}
+
+/// What a reply lacks that ends before its request does.
+pub(crate) fn unfinished() -> Mismatch {
+    ("meta_info.finish_reason".to_owned(), "none".to_owned())
+}
+
+/// The tokens of a reply, as far as it has come.
+#[derive(Debug, Default)]
+pub(crate) struct Streamed {
+    output_ids: Vec<i32>,
+    log_probs: Vec<f32>,
+}
+
+impl Streamed {
+    /// Takes the next piece, checks it against the request, and tells `seen` of its tokens. The last one makes it a
+    /// generation.
+    pub(crate) fn take(
+        &mut self,
+        raw: RawGeneration,
+        request: &GenerateRequest,
+        engine: &str,
+        seen: &mut (dyn FnMut(Piece<'_>) + Send),
+    ) -> Result<Option<Generation>, Mismatch> {
+        let meta = raw.meta_info.ok_or_else(|| ("meta_info".to_owned(), "none".to_owned()))?;
         let rid = request.rid.to_string();
         // A request aborted in the queue is answered without its id.
         if meta.id.as_ref().is_some_and(|id| *id != rid) {
             return Err((format!("meta_info.id {rid}"), format!("{:?}", meta.id)));
         }
-        let finish = meta.finish_reason.check()?;
-        let log_probs = log_probs(&self.output_ids, meta.output_token_logprobs)?;
+        let before = self.output_ids.len();
+        self.extend(raw.output_ids, meta.completion_tokens, meta.output_token_logprobs)?;
         if self.output_ids.len() > request.sampling.max_new_tokens as usize {
             let expected = format!("at most {} output_ids", request.sampling.max_new_tokens);
             return Err((expected, self.output_ids.len().to_string()));
         }
+        let Some(finish) = meta.finish_reason else {
+            let (output_ids, log_probs) = (&self.output_ids[before..], &self.log_probs[before..]);
+            let label = meta.weight_version.as_deref().unwrap_or_default();
+            seen(Piece { output_ids, log_probs, label });
+            return Ok(None);
+        };
+        let finish = finish.check()?;
         let spans_reported = meta.weight_versions.is_some();
         let spans = spans(self.output_ids.len(), meta.weight_versions, meta.weight_version)?;
         let (rid, engine, retractions) = (request.rid, engine.to_owned(), meta.num_retractions);
-        let output_ids = self.output_ids;
-        Ok(Generation { rid, engine, output_ids, log_probs, spans, spans_reported, finish, retractions })
+        let Self { output_ids, log_probs } = std::mem::take(self);
+        Ok(Some(Generation {
+            rid,
+            engine,
+            output_ids,
+            log_probs,
+            spans,
+            spans_reported,
+            finish,
+            retractions,
+        }))
+    }
+
+    /// Takes ids and log-probabilities of a piece, of which `drawn` tokens were drawn by then.
+    fn extend(
+        &mut self,
+        ids: Vec<i32>,
+        drawn: Option<usize>,
+        entries: Option<Vec<RawLogProb>>,
+    ) -> Result<(), Mismatch> {
+        let log_probs = log_probs(&ids, entries)?;
+        // Without tokens before it, a piece is the whole.
+        let start = match (self.output_ids.len(), drawn) {
+            (0, _) | (_, None) => 0,
+            (_, Some(drawn)) => drawn.saturating_sub(ids.len()),
+        };
+        let known = self.output_ids.get(start..).ok_or_else(|| {
+            (format!("tokens from {} on", self.output_ids.len()), format!("those from {start} on"))
+        })?;
+        if !ids.starts_with(known) {
+            return Err(("the tokens that were streamed before".to_owned(), "others".to_owned()));
+        }
+        let known = known.len();
+        self.output_ids.extend_from_slice(&ids[known..]);
+        self.log_probs.extend_from_slice(&log_probs[known..]);
+        Ok(())
     }
 }
 
@@ -168,7 +250,7 @@ mod tests {
 
     #[test]
     fn body_leaves_nothing_to_preferred_sampling_params() {
-        let body = body(&request());
+        let body = body(&request(), None);
         for (name, neutral) in [
             ("min_p", 0.0),
             ("frequency_penalty", 0.0),
@@ -228,5 +310,53 @@ mod tests {
             let (expected, _) = reply(&meta).unwrap_err();
             assert!(expected.contains(word), "{meta}: {expected}");
         }
+    }
+
+    /// A piece that says how many tokens were drawn by then.
+    fn piece(ids: &[i32], drawn: usize, finish: &str) -> RawGeneration {
+        let entries: Vec<_> = ids.iter().map(|id| json!([-0.5, id, null])).collect();
+        let finish: Value = serde_json::from_str(finish).unwrap();
+        let meta = json!({
+            "finish_reason": finish, "completion_tokens": drawn, "weight_version": "a", "output_token_logprobs": entries,
+        });
+        serde_json::from_value(json!({ "output_ids": ids, "meta_info": meta })).unwrap()
+    }
+
+    const GOES_ON: &str = "null";
+    const LENGTH: &str = r#"{"type":"length"}"#;
+
+    #[test]
+    fn pieces_of_a_stream_come_to_its_whole_whatever_they_repeat() {
+        for pieces in [
+            [piece(&[1], 1, GOES_ON), piece(&[2, 3], 3, GOES_ON), piece(&[4], 4, LENGTH)],
+            [piece(&[1], 1, GOES_ON), piece(&[1, 2, 3], 3, GOES_ON), piece(&[1, 2, 3, 4], 4, LENGTH)],
+            [piece(&[], 0, GOES_ON), piece(&[1, 2, 3], 3, GOES_ON), piece(&[3, 4], 4, LENGTH)],
+        ] {
+            let (mut streamed, mut seen, mut whole) = (Streamed::default(), Vec::new(), None);
+            for piece in pieces {
+                let mut tell = |piece: Piece<'_>| seen.extend_from_slice(piece.output_ids);
+                whole = streamed.take(piece, &request(), "e", &mut tell).unwrap();
+            }
+            let whole = whole.unwrap();
+            assert_eq!((whole.output_ids, whole.log_probs), (vec![1, 2, 3, 4], vec![-0.5; 4]));
+            assert_eq!(seen, [1, 2, 3]);
+        }
+    }
+
+    #[test]
+    fn stream_that_lies_is_found() {
+        for (next, word) in [
+            (piece(&[4], 4, GOES_ON), "tokens from 2 on"),
+            (piece(&[1, 9, 3], 3, GOES_ON), "streamed before"),
+            (piece(&[1], 1, LENGTH), "streamed before"),
+            (piece(&[3, 4, 5], 5, GOES_ON), "at most 4"),
+        ] {
+            let mut streamed = Streamed::default();
+            streamed.take(piece(&[1, 2], 2, GOES_ON), &request(), "e", &mut |_| {}).unwrap();
+            let (expected, _) = streamed.take(next, &request(), "e", &mut |_| {}).unwrap_err();
+            assert!(expected.contains(word), "{expected}");
+        }
+        let whole = piece(&[1, 2], 2, GOES_ON).check(&request(), "e").unwrap_err();
+        assert!(whole.0.contains("finish_reason"));
     }
 }

@@ -47,6 +47,7 @@ pub(crate) fn compare(
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
+        incremental: server.incremental_streaming_output.unwrap_or(false),
         no_checksums: no_checksums(expected, server),
         load_format: (server.load_format.as_deref() == Some("dummy")).then(|| "auto".to_owned()),
         loads_only: None,

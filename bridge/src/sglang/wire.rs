@@ -60,6 +60,8 @@ pub struct ServerInfo {
     pub enable_symm_mem: Option<bool>,
     /// Whether it can give memory back and take it again.
     pub enable_memory_saver: Option<bool>,
+    /// Whether a piece of a stream has new tokens only.
+    pub incremental_streaming_output: Option<bool>,
     /// How weights were loaded at start.
     pub load_format: Option<String>,
     /// `null` (the word), `prefill` or `decode`.

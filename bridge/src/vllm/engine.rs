@@ -137,6 +137,7 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
+        incremental: true,
         no_checksums: Some("the checksums of vllm are not known here".into()),
         load_format: None,
         loads_only: None,

@@ -35,7 +35,7 @@ pub(super) fn scene(engines: usize, options: FleetOptions) -> Scene {
     scene_with(engines, options, |_| {})
 }
 
-fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> Scene {
+pub(super) fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> Scene {
     let dir = tempfile::tempdir().unwrap();
     let path = checkpoint(&dir.path().join("a"), 1, 4);
     let fakes: Vec<Fake> = (0..engines).map(|_| Fake::start(&path)).collect();

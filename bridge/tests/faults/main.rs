@@ -16,6 +16,7 @@ mod inline;
 mod patch;
 mod proxy;
 mod scene;
+mod stream;
 mod tls;
 mod vllm;
 mod vllm_patch;

@@ -29,7 +29,13 @@ pub struct Engine {
     pub broken: Option<PathBuf>,
     /// The token that a generation has: each of these in turn, whatever is asked.
     pub tokens: Vec<i32>,
-    /// Generations that have ended.
+    /// Whether a generation has as many tokens as it is allowed, each the last digit of its place in prompt and answer.
+    pub is_long: bool,
+    /// After how many tokens such a generation stands still. A change shows behind the next call.
+    pub stuck_after: Option<usize>,
+    /// Prompt lengths of what was asked for.
+    pub asked: Vec<usize>,
+    /// Generations that were begun.
     pub generated: usize,
     /// Path and body of every call that changes something.
     pub calls: Vec<(String, Value)>,
@@ -59,6 +65,9 @@ impl Engine {
             lies: Vec::new(),
             broken: None,
             tokens: vec![7],
+            is_long: false,
+            stuck_after: None,
+            asked: Vec::new(),
             generated: 0,
             calls: Vec::new(),
             keys: Vec::new(),
@@ -149,37 +158,84 @@ fn sums_of(path: &Path) -> Checksums {
     checksums(&Checkpoint::open(path).unwrap(), path).unwrap()
 }
 
-/// Generates what the engine was told, one token a request, at once.
-pub(super) struct Scripted(pub(super) Arc<Mutex<Engine>>);
+/// The log-probability of each token.
+const LOG_PROB: f32 = -0.25;
+
+/// Generates what the engine was told, at once, but for requests that are to stand still.
+pub(super) struct Scripted {
+    engine: Arc<Mutex<Engine>>,
+    stuck: Vec<Job>,
+}
 
 impl Scripted {
+    pub(super) fn new(engine: Arc<Mutex<Engine>>) -> Self {
+        Self { engine, stuck: Vec::new() }
+    }
+
+    /// All tokens of a request.
+    fn answer(&self, job: &Job) -> Vec<i64> {
+        let (prompt, most) = (job.request.prompt.len(), job.request.sampling.max_new_tokens);
+        let engine = self.engine();
+        match engine.is_long {
+            true => (prompt..prompt + most).map(|place| (place % 10) as i64).collect(),
+            false => vec![engine.tokens[(engine.generated - 1) % engine.tokens.len()].into()],
+        }
+    }
+
+    /// Tells of tokens up to where requests are to stand still, or ends them.
+    fn go_on(&mut self) {
+        for mut job in std::mem::take(&mut self.stuck) {
+            let answer = self.answer(&job);
+            let stuck_after = self.engine().stuck_after.filter(|length| *length < answer.len());
+            match stuck_after {
+                None => self.end(job, &answer, Ended::Length),
+                Some(length) => {
+                    if let Some(progress) = &mut job.progress {
+                        progress.tell(&answer[..length], &vec![LOG_PROB; length]);
+                    }
+                    self.stuck.push(job);
+                }
+            }
+        }
+    }
+
+    fn end(&self, job: Job, output_ids: &[i64], finish: Ended) {
+        let engine = self.engine();
+        let broken = engine.broken.is_some() && engine.broken == engine.weights;
+        let end = output_ids.len() as u32;
+        let outcome = Completion {
+            rid: job.request.rid,
+            finish,
+            prompt_tokens: job.request.prompt.len(),
+            output_ids: output_ids.to_vec(),
+            log_probs: vec![if broken { f32::NAN } else { LOG_PROB }; output_ids.len()],
+            prompt_log_probs: Vec::new(),
+            spans: vec![VersionSpan { label: engine.label(), start: 0, end }],
+            retractions: 0,
+            max_new_tokens: job.request.sampling.max_new_tokens,
+        };
+        // A client that has gone is no error.
+        let _ = job.reply.send(outcome);
+    }
+
     fn engine(&self) -> MutexGuard<'_, Engine> {
-        self.0.lock().unwrap()
+        self.engine.lock().unwrap()
     }
 }
 
 impl Generator for Scripted {
     fn submit(&mut self, job: Job) {
         let mut engine = self.engine();
-        let token = engine.tokens[engine.generated % engine.tokens.len()];
         engine.generated += 1;
-        let broken = engine.broken.is_some() && engine.broken == engine.weights;
-        let outcome = Completion {
-            rid: job.request.rid,
-            finish: Ended::Length,
-            prompt_tokens: job.request.prompt.len(),
-            output_ids: vec![token.into()],
-            log_probs: vec![if broken { f32::NAN } else { -0.25 }],
-            prompt_log_probs: Vec::new(),
-            spans: vec![VersionSpan { label: engine.label(), start: 0, end: 1 }],
-            retractions: 0,
-            max_new_tokens: 1,
-        };
-        // A client that has gone is no error.
-        let _ = job.reply.send(outcome);
+        engine.asked.push(job.request.prompt.len());
+        drop(engine);
+        self.stuck.push(job);
+        self.go_on();
     }
 
+    /// Only behind a call.
     fn step(&mut self) -> bool {
+        self.go_on();
         false
     }
 
@@ -192,6 +248,13 @@ impl Generator for Scripted {
     fn abort(&mut self, prefix: Option<&str>, _now: bool) {
         if prefix.is_none() {
             self.engine().memory.waiting = 0;
+        }
+        let is_meant = |job: &mut Job| prefix.is_none_or(|prefix| job.request.rid.starts_with(prefix));
+        let aborted: Vec<Job> = self.stuck.extract_if(.., is_meant).collect();
+        for job in aborted {
+            let answer = self.answer(&job);
+            let length = self.engine().stuck_after.unwrap_or_default();
+            self.end(job, &answer[..length.min(answer.len())], Ended::Aborted);
         }
     }
 

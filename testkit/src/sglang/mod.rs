@@ -106,7 +106,7 @@ impl Fake {
         let server = Server::start::<Box<dyn Error>>(
             self.address,
             ServerOptions::default(),
-            || Ok((state, Box::new(Scripted(engine)))),
+            || Ok((state, Box::new(Scripted::new(engine)))),
             |routes| routes.merge(pushes).layer(layer),
         );
         *self.process.lock().unwrap() = Some(server.unwrap());

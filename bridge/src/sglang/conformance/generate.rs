@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::{Checked, Subject};
-use crate::engine::Finish;
+use crate::engine::{Drawn, Finish, Piece};
 use crate::error::Error;
 use crate::sglang::Feature;
 
@@ -22,6 +22,58 @@ pub(super) async fn greedy(subject: &Subject) -> Checked {
     let label = subject.client.model_info().await?.weight_version.unwrap_or_default();
     let one = first.spans.len() == 1 && first.spans[0].label == label;
     ensure!(one, "one span of {label} expected: {:?}", first.spans)
+}
+
+/// Tokens come before the end, and are those of the reply and of one that comes at once.
+pub(super) async fn stream(subject: &Subject) -> Checked {
+    let at_once = subject.client.generate(&subject.request(40)).await?;
+    let mut pieces = Drawn::default();
+    let request = subject.request(40);
+    let streamed = subject.client.stream(&request, 8, &mut |piece| pieces.push(piece)).await?;
+    let (ids, expected) = (&streamed.output_ids, &at_once.output_ids);
+    ensure!(ids == expected, "{expected:?} expected of the stream, found {ids:?}")?;
+    let (some, spans) = (!pieces.is_empty() && pieces.len() < 40, &streamed.spans);
+    ensure!(some, "pieces before the end expected, found {} tokens", pieces.len())?;
+    ensure!(ids.starts_with(&pieces.output_ids), "pieces of {ids:?} expected: {:?}", pieces.output_ids)?;
+    ensure!(streamed.log_probs.starts_with(&pieces.log_probs), "the reply's log-probabilities expected")?;
+    let one = pieces.spans.len() == 1 && pieces.spans[0].label == spans[0].label;
+    ensure!(one, "pieces of {spans:?} expected: {:?}", pieces.spans)
+}
+
+/// What an aborted stream has comes with its end.
+pub(super) async fn aborted_stream(subject: &Subject) -> Checked {
+    let request = subject.request(subject.long_tokens);
+    let (begun, first) = tokio::sync::oneshot::channel();
+    let (mut begun, mut pieces) = (Some(begun), Drawn::default());
+    let mut seen = |piece: Piece<'_>| {
+        pieces.push(piece);
+        // Only the first is waited for.
+        begun.take().map(|begun| begun.send(()));
+    };
+    let abort = async {
+        let _ = first.await;
+        subject.client.abort(&request.rid).await
+    };
+    let (streamed, aborted) = tokio::join!(subject.client.stream(&request, 8, &mut seen), abort);
+    aborted?;
+    let streamed = streamed?;
+    ensure!(matches!(streamed.finish, Finish::Abort { .. }), "abort expected: {:?}", streamed.finish)?;
+    let ids = &streamed.output_ids;
+    ensure!(ids.starts_with(&pieces.output_ids), "pieces of {ids:?} expected: {:?}", pieces.output_ids)?;
+    ensure!(ids.len() < subject.long_tokens as usize, "fewer than {} tokens expected", subject.long_tokens)
+}
+
+/// A stream that nobody reads any more is no request any more.
+pub(super) async fn dropped_stream(subject: &Subject) -> Checked {
+    let request = subject.request(subject.long_tokens);
+    let (begun, first) = tokio::sync::oneshot::channel();
+    let mut begun = Some(begun);
+    let mut seen = |_: Piece<'_>| drop(begun.take().map(|begun| begun.send(())));
+    tokio::select! {
+        whole = subject.client.stream(&request, 8, &mut seen) => ensure!(false, "{whole:?} came first")?,
+        _ = first => {}
+    }
+    subject.settle().await
 }
 
 pub(super) async fn stop_token(subject: &Subject) -> Checked {

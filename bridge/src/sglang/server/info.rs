@@ -61,6 +61,7 @@ pub(super) fn server_info(facts: &Facts, address: SocketAddr) -> Value {
         "speculative_algorithm": null,
         "speculative_draft_model_path": null,
         "enable_memory_saver": facts.enable_memory_saver,
+        "incremental_streaming_output": facts.incremental_streaming_output,
         "custom_weight_loader": [],
         "is_embedding": false,
         "weight_version": launched.weight_version,

@@ -1,6 +1,6 @@
 //! A request on its way to a generator, and how it ended.
 
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::engine::VersionSpan;
 
@@ -43,6 +43,42 @@ pub struct Job {
     pub request: Request,
     /// Takes the completion. It is closed once the client is gone: the generator may then drop the request.
     pub reply: oneshot::Sender<Completion>,
+    /// Takes tokens before that, if the client wants them as they come.
+    pub progress: Option<Progress>,
+}
+
+/// Tokens that a client has not been told of.
+#[derive(Debug)]
+pub(super) struct Tokens {
+    pub(super) output_ids: Vec<i64>,
+    pub(super) log_probs: Vec<f32>,
+}
+
+/// Takes the tokens of a request as they come.
+#[derive(Debug)]
+pub struct Progress {
+    interval: usize,
+    told: usize,
+    pieces: mpsc::Sender<Tokens>,
+}
+
+impl Progress {
+    pub(super) fn new(interval: usize, pieces: mpsc::Sender<Tokens>) -> Self {
+        Self { interval, told: 0, pieces }
+    }
+
+    /// Takes all tokens of a request that goes on. The client is told of the first one, and then of `stream_interval` at a
+    /// time; one that does not keep up is told of more at a time.
+    pub fn tell(&mut self, output_ids: &[i64], log_probs: &[f32]) {
+        let new = output_ids.len().saturating_sub(self.told);
+        if new == 0 || (self.told > 0 && new < self.interval) {
+            return;
+        }
+        let (ids, log_probs) = (output_ids[self.told..].to_vec(), log_probs[self.told..].to_vec());
+        if self.pieces.try_send(Tokens { output_ids: ids, log_probs }).is_ok() {
+            self.told = output_ids.len();
+        }
+    }
 }
 
 /// Why a request ended.

@@ -12,6 +12,7 @@
 //! | `request` | the body of `/generate`: SGLang's defaults, and what is refused before it is queued |
 //! | `reply`, `info` | the JSON that goes out |
 //! | `state` | what the server says of itself, the gate that a pause closes, the ids in use |
+//! | `stream` | replies that come in pieces |
 //! | `job` | a request on its way to the generator, and how it ended |
 //! | `worker` | the thread that owns the generator |
 
@@ -22,6 +23,7 @@ mod reply;
 mod request;
 mod routes;
 mod state;
+mod stream;
 mod worker;
 
 use std::collections::BTreeMap;
@@ -39,7 +41,7 @@ use driftless_store::wait::Stop;
 use super::{DiskUpdate, Load};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
-pub use job::{Completion, Ended, Job, Request, Sampling};
+pub use job::{Completion, Ended, Job, Progress, Request, Sampling};
 use routes::Shared;
 use state::Registry;
 pub use state::{Facts, ServerState, Weights};

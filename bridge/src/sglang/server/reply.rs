@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use super::job::Tokens;
 use super::{Checksums, Completion, Ended, Facts, Updated};
 use crate::engine::hex;
 use crate::sglang::dialect::{Dialect, Feature};
@@ -56,6 +57,12 @@ impl Refusal {
         Refusal::message(StatusCode::SERVICE_UNAVAILABLE, "the engine's generating thread does not answer")
     }
 
+    /// The same as the last event of a stream.
+    pub(super) fn event(&self) -> Value {
+        let code = self.status.as_u16();
+        json!({"error": {"message": self.body, "type": "engine_error", "code": code, "retryable": code >= 500}})
+    }
+
     pub(super) fn json(status: StatusCode, body: &Value) -> Refusal {
         Refusal { status, body: body.to_string(), is_json: true }
     }
@@ -78,16 +85,19 @@ fn with_verdict(success: bool, body: Value) -> Response {
     (status, Json(body)).into_response()
 }
 
-/// One entry of a `/generate` reply.
+/// One entry of a `/generate` reply, with the output from token `from` on.
 ///
 /// # Errors
 /// When the engine failed the request.
 pub(super) fn generated(
-    completion: Completion,
+    completion: &Completion,
+    from: usize,
     log_probs: bool,
     facts: &Facts,
     received: Instant,
 ) -> Result<Value, Refusal> {
+    let from = from.min(completion.output_ids.len());
+    let output_ids = &completion.output_ids[from..];
     let shown_version = facts.serving.weight_version.as_str();
     let finish = match &completion.finish {
         Ended::Stop(token) => json!({"type": "stop", "matched": token}),
@@ -121,17 +131,33 @@ pub(super) fn generated(
         meta["weight_versions"] = json!(completion.spans);
     }
     if log_probs {
-        let output = completion.log_probs.iter().zip(&completion.output_ids);
+        let output = completion.log_probs[from..].iter().zip(output_ids);
         let prompt = completion.prompt_log_probs.iter();
         meta["input_token_logprobs"] = prompt.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
         meta["output_token_logprobs"] = output.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
         meta["output_token_logprobs_length"] = json!(completion.output_ids.len());
     }
-    let mut entry = json!({"output_ids": completion.output_ids, "meta_info": meta});
+    let mut entry = json!({"output_ids": output_ids, "meta_info": meta});
     if waiting {
         entry["text"] = json!("");
     }
     Ok(entry)
+}
+
+/// A piece of a `/generate` reply of which `drawn` tokens were drawn by then.
+pub(super) fn piece(rid: &str, tokens: &Tokens, drawn: usize, log_probs: bool, facts: &Facts) -> Value {
+    let mut meta = json!({
+        "id": rid,
+        "finish_reason": null,
+        "weight_version": facts.serving.weight_version,
+        "completion_tokens": drawn,
+    });
+    if log_probs {
+        let entries = tokens.log_probs.iter().zip(&tokens.output_ids);
+        meta["output_token_logprobs"] = entries.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
+        meta["output_token_logprobs_length"] = json!(drawn);
+    }
+    json!({"output_ids": tokens.output_ids, "meta_info": meta})
 }
 
 /// The reply of `/update_weights_from_disk`.

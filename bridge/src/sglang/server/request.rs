@@ -24,6 +24,8 @@ pub(super) struct Call {
     pub(super) is_list: bool,
     /// Whether log-probabilities of the output are returned.
     pub(super) log_probs: bool,
+    /// How many tokens come at a time, where the one request's come in pieces.
+    pub(super) stream: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -74,7 +76,7 @@ struct Params {
     skip_special_tokens: Option<Value>,
     spaces_between_special_tokens: Option<Value>,
     no_stop_trim: Option<Value>,
-    stream_interval: Option<Value>,
+    stream_interval: Option<i64>,
     logit_bias: Option<Value>,
     sampling_seed: Option<i64>,
     custom_params: Option<Value>,
@@ -109,10 +111,12 @@ pub(super) fn parse(body: &[u8], facts: &Facts) -> Result<Call, Refusal> {
     let rids = rids(body.rid, count, is_list)?;
     let log_probs = body.return_logprob.unwrap_or(false);
     let mut requests = Vec::with_capacity(prompts.len());
+    let mut interval = 1;
     for ((prompt, params), rid) in prompts.into_iter().zip(params).zip(rids) {
         let params = read_params(params, facts.dialect)?;
         check_prompt(&prompt, facts)?;
         let copies = copies(&params)?;
+        interval = stream_interval(&params)?;
         let sampling = sampling(params, prompt.len(), facts)?;
         let start = body.logprob_start_len.filter(|_| log_probs);
         let prompt_log_probs_from = prompt_log_probs_from(start, prompt.len())?;
@@ -125,7 +129,18 @@ pub(super) fn parse(body: &[u8], facts: &Facts) -> Result<Call, Refusal> {
         let rid = if copies > 1 { new_rid() } else { rid };
         requests.push(Request { rid, prompt, sampling, prompt_log_probs_from });
     }
-    Ok(Call { requests, is_list, log_probs })
+    let is_stream = body.stream == Some(true);
+    if is_stream && is_list {
+        return Err(Refusal::invalid("stream of several requests is not supported by this engine."));
+    }
+    Ok(Call { requests, is_list, log_probs, stream: is_stream.then_some(interval) })
+}
+
+/// Tokens of a piece of a stream.
+fn stream_interval(params: &Params) -> Result<usize, Refusal> {
+    let interval = params.stream_interval.unwrap_or(1);
+    let found = usize::try_from(interval).ok().filter(|interval| *interval > 0);
+    found.ok_or_else(|| Refusal::invalid(format!("stream_interval must be at least 1, got {interval}.")))
 }
 
 fn refuse_unsupported(body: &Body) -> Result<(), Refusal> {
@@ -137,7 +152,6 @@ fn refuse_unsupported(body: &Body) -> Result<(), Refusal> {
     }
     refuse_any(&[
         ("input_embeds", body.input_embeds.is_some()),
-        ("stream", body.stream == Some(true)),
         ("top_logprobs_num", body.top_logprobs_num.is_some_and(|n| n > 0)),
         ("token_ids_logprob", body.token_ids_logprob.is_some()),
     ])
@@ -440,7 +454,8 @@ mod tests {
             json!({"input_ids": vec![1; 2048]}),
             json!({"input_ids": [1], "sampling_params": "x"}),
             json!({"input_ids": [1], "rid": 5}),
-            json!({"input_ids": [1], "stream": true}),
+            json!({"input_ids": [[1], [2]], "stream": true}),
+            json!({"input_ids": [1], "stream": true, "sampling_params": {"stream_interval": 0}}),
             json!({"input_ids": [1], "return_logprob": true, "logprob_start_len": 9}),
             json!({"input_ids": [1], "return_logprob": "yes"}),
             json!({"input_ids": [1], "sampling_params": {"stop": ["a"]}}),

@@ -23,6 +23,7 @@ use super::auth::{Pass, pass};
 use super::reply::{self, Refusal};
 use super::request::{new_rid, parse};
 use super::state::Registry;
+use super::stream::Stream;
 use super::worker::Worker;
 use super::{Completion, Ended, Facts, Job, Request, Sampling, ServerState, Updated, info};
 use crate::engine::PauseMode;
@@ -107,7 +108,9 @@ impl Shared {
         let _reader = self.state.enter().await;
         let submit = |request| {
             let (reply, answer) = oneshot::channel();
-            self.worker.tell(move |generator| generator.submit(Job { request, reply })).map(|()| answer)
+            self.worker
+                .tell(move |generator| generator.submit(Job { request, reply, progress: None }))
+                .map(|()| answer)
         };
         let answers = requests.into_iter().map(submit).collect::<Result<Vec<_>, _>>()?;
         let mut completions = Vec::with_capacity(answers.len());
@@ -117,7 +120,7 @@ impl Shared {
         Ok(completions)
     }
 
-    fn facts(&self) -> Facts {
+    pub(super) fn facts(&self) -> Facts {
         self.state.facts().clone()
     }
 
@@ -146,13 +149,19 @@ fn body<T: DeserializeOwned>(bytes: &Bytes) -> Result<T, Refusal> {
 
 async fn generate(extract::State(shared): Handle, body: Bytes) -> Reply {
     let received = Instant::now();
-    let call = parse(&body, &shared.facts())?;
+    let mut call = parse(&body, &shared.facts())?;
     let ids = call.requests.iter().map(|request| request.rid.clone()).collect();
-    let _lease = shared.registry.lease(ids)?;
+    let lease = shared.registry.lease(ids)?;
+    if let Some(interval) = call.stream
+        && let Some(request) = call.requests.pop()
+    {
+        let stream = Stream::begin(shared, request, interval, call.log_probs, lease).await?;
+        return Ok(stream.into_response());
+    }
     let completions = shared.run(call.requests).await?;
     let facts = shared.facts();
-    let entry = |completion| reply::generated(completion, call.log_probs, &facts, received);
-    let mut entries = completions.into_iter().map(entry).collect::<Result<Vec<_>, _>>()?;
+    let entry = |completion| reply::generated(completion, 0, call.log_probs, &facts, received);
+    let mut entries = completions.iter().map(entry).collect::<Result<Vec<_>, _>>()?;
     let single = if call.is_list { None } else { entries.pop() };
     Ok(Json(single.unwrap_or(Value::Array(entries))).into_response())
 }

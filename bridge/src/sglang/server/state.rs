@@ -43,6 +43,8 @@ pub struct Facts {
     pub tp_size: u32,
     /// Whether it can give memory back and take it again.
     pub enable_memory_saver: bool,
+    /// Whether a piece of a stream has new tokens only, or all tokens so far.
+    pub incremental_streaming_output: bool,
     /// Token ids of prompts are below this.
     pub vocabulary: i64,
     /// Longest sequence of the model, in tokens.
@@ -70,6 +72,7 @@ impl Facts {
             device: "cpu".into(),
             tp_size: 1,
             enable_memory_saver: false,
+            incremental_streaming_output: true,
             vocabulary: i64::MAX,
             context: usize::MAX,
             eos: Vec::new(),

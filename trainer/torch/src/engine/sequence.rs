@@ -1,7 +1,7 @@
 //! One request on its way through the engine.
 
 use driftless_bridge::engine::VersionSpan;
-use driftless_bridge::sglang::server::{Completion, Ended, Job, Sampling};
+use driftless_bridge::sglang::server::{Completion, Ended, Job, Progress, Sampling};
 use tokio::sync::oneshot;
 
 use super::sampler::{Row, uniform};
@@ -25,6 +25,7 @@ pub(super) struct Sequence {
     /// How often it went back to the queue: its cache was gone, its tokens stayed.
     pub(super) retractions: u32,
     reply: oneshot::Sender<Completion>,
+    progress: Option<Progress>,
 }
 
 impl Sequence {
@@ -45,6 +46,7 @@ impl Sequence {
             changes: Vec::new(),
             retractions: 0,
             reply: job.reply,
+            progress: job.progress,
         }
     }
 
@@ -70,7 +72,11 @@ impl Sequence {
         self.log_probs.push(log_prob);
         let stop = self.sampling.stop.contains(&token).then_some(Ended::Stop(token));
         let length = (self.generated() >= self.sampling.max_new_tokens).then_some(Ended::Length);
-        if stop_beats_length { stop.or(length) } else { length.or(stop) }
+        let ended = if stop_beats_length { stop.or(length) } else { length.or(stop) };
+        if let Some(progress) = self.progress.as_mut().filter(|_| ended.is_none()) {
+            progress.tell(&self.tokens[self.prompt_tokens..], &self.log_probs);
+        }
+        ended
     }
 
     /// Notes that tokens up to now came from `old` weights.
@@ -158,7 +164,7 @@ mod tests {
             let (reply, _) = oneshot::channel();
             let (rid, prompt) = ("r".to_owned(), vec![1]);
             let request = Request { rid, prompt, sampling: sampling.clone(), prompt_log_probs_from: None };
-            Sequence::new(Job { request, reply }, 0)
+            Sequence::new(Job { request, reply, progress: None }, 0)
         };
         for (stop_beats_length, expected) in [(true, Ended::Stop(9)), (false, Ended::Length)] {
             let mut sequence = new();

@@ -1,0 +1,147 @@
+//! Answers that come in pieces: what stays of them when an engine fails, and how they go on.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::sglang::{Client, Dialect};
+use driftless_bridge::{Generation, Rid};
+use driftless_testkit::sglang::{Fake, patient as calls};
+use tokio::task::JoinHandle;
+
+use super::fleet::{NEW, OLD, Scene, label, patient, request, scene_with};
+
+/// Tokens of an answer, and those of it that come before the engine stands still.
+const WHOLE: usize = 100;
+const STUCK: usize = 40;
+
+type Answer = JoinHandle<driftless_bridge::Result<Generation>>;
+
+/// Engines that stand still in the middle of each answer.
+fn stuck(engines: usize, change: impl Fn(&Fake)) -> Scene {
+    scene_with(engines, patient(), |fake| {
+        let mut engine = fake.engine();
+        (engine.is_long, engine.stuck_after) = (true, Some(STUCK));
+        drop(engine);
+        change(fake);
+    })
+}
+
+/// Asks for an answer behind a prompt of two tokens; its tokens that stay come with their labels.
+fn ask(scene: &Scene) -> (Answer, Receiver<(usize, String)>) {
+    let (told, pieces) = channel();
+    let fleet = scene.fleet.clone();
+    let mut request = request(0);
+    request.sampling.max_new_tokens = WHOLE as u32;
+    let answer = scene.runtime.spawn(async move {
+        let mut tell = |piece: driftless_bridge::engine::Piece<'_>| {
+            told.send((piece.output_ids.len(), piece.label.to_owned())).unwrap();
+        };
+        fleet.stream(request, None, &mut tell).await
+    });
+    (answer, pieces)
+}
+
+/// The answer, of which each token is at its place, and whose it is.
+fn whole(scene: &Scene, answer: Answer) -> (Generation, Vec<(String, u32, u32)>) {
+    let whole = scene.runtime.block_on(answer).unwrap().unwrap();
+    let expected: Vec<i32> = (2..2 + WHOLE as i32).map(|place| place % 10).collect();
+    assert_eq!(whole.output_ids, expected);
+    assert_eq!((whole.log_probs.len(), &whole.finish), (WHOLE, &Finish::Length));
+    let spans = whole.spans.iter().map(|VersionSpan { label, start, end }| (label.clone(), *start, *end));
+    let spans = spans.collect();
+    (whole, spans)
+}
+
+/// Has what was changed of an engine show.
+fn poke(scene: &Scene, fake: &Fake) {
+    let client = Client::new(&fake.address.to_string(), calls()).unwrap();
+    scene.runtime.block_on(client.loads()).unwrap();
+}
+
+fn asked(fake: &Fake) -> Vec<usize> {
+    fake.engine().asked.clone()
+}
+
+#[test]
+fn answer_goes_on_with_its_tokens_after_the_engines_death() {
+    for incremental in [true, false] {
+        let scene = stuck(2, |fake| fake.engine().facts().incremental_streaming_output = incremental);
+        scene.fleet.published(&label(OLD));
+        let (answer, pieces) = ask(&scene);
+        assert_eq!(pieces.recv().unwrap(), (STUCK, OLD.to_owned()));
+        let (dead, living): (Vec<_>, Vec<_>) = scene.fakes.iter().partition(|fake| !asked(fake).is_empty());
+        living[0].engine().stuck_after = None;
+        dead[0].kill();
+        let (whole, spans) = whole(&scene, answer);
+        assert_eq!(spans, [(OLD.to_owned(), 0, WHOLE as u32)]);
+        assert_eq!(whole.rid, Rid::new(1, 0).next_attempt());
+        assert_eq!((asked(dead[0]), asked(living[0])), (vec![2], vec![2 + STUCK]), "{incremental}");
+    }
+}
+
+#[test]
+fn answer_is_cut_where_another_version_may_have_come() {
+    let scene = stuck(2, |_| {});
+    scene.fleet.published(&label(OLD));
+    let (answer, pieces) = ask(&scene);
+    assert_eq!(pieces.recv().unwrap().0, STUCK);
+    scene.fleet.publishing();
+    let (dead, living): (Vec<_>, Vec<_>) = scene.fakes.iter().partition(|fake| !asked(fake).is_empty());
+    dead[0].engine().stuck_after = Some(2 * STUCK);
+    poke(&scene, dead[0]);
+    assert!(pieces.recv_timeout(Duration::from_millis(200)).is_err(), "they wait for the end of the reply");
+    living[0].engine().set_label(NEW);
+    living[0].engine().stuck_after = None;
+    dead[0].kill();
+    let (_, spans) = whole(&scene, answer);
+    assert_eq!(asked(living[0]), [2 + STUCK]);
+    let (cut, end) = (STUCK as u32, WHOLE as u32);
+    assert_eq!(spans, [(OLD.to_owned(), 0, cut), (NEW.to_owned(), cut, end)]);
+}
+
+#[test]
+fn answer_goes_on_behind_an_update_that_an_engine_cannot_locate() {
+    let scene = stuck(1, |fake| fake.engine().facts().dialect = Dialect::V0_5_12);
+    scene.fleet.published(&label(OLD));
+    let (answer, pieces) = ask(&scene);
+    assert_eq!(pieces.recv().unwrap().0, STUCK);
+    scene.fleet.publishing();
+    scene.fakes[0].engine().set_label(NEW);
+    scene.fakes[0].engine().stuck_after = Some(2 * STUCK);
+    poke(&scene, &scene.fakes[0]);
+    // It is asked again, by a fleet that has not waited for the end.
+    super::fleet::until("a second attempt", || asked(&scene.fakes[0]).len() == 2);
+    scene.fakes[0].engine().stuck_after = None;
+    poke(&scene, &scene.fakes[0]);
+    let (_, spans) = whole(&scene, answer);
+    let (cut, end) = (STUCK as u32, WHOLE as u32);
+    assert_eq!(spans, [(OLD.to_owned(), 0, cut), (NEW.to_owned(), cut, end)]);
+    assert_eq!(asked(&scene.fakes[0]), [2, 2 + STUCK]);
+}
+
+#[test]
+fn answer_that_somebody_aborts_goes_on_behind_its_reply() {
+    let scene = stuck(1, |_| {});
+    let (answer, pieces) = ask(&scene);
+    super::fleet::until("the first attempt", || !asked(&scene.fakes[0]).is_empty());
+    let client = Client::new(&scene.fakes[0].address.to_string(), calls()).unwrap();
+    scene.runtime.block_on(client.abort(&Rid::new(1, 0))).unwrap();
+    assert_eq!(pieces.recv().unwrap(), (STUCK, OLD.to_owned()), "its reply says whose they are");
+    scene.fakes[0].engine().stuck_after = None;
+    poke(&scene, &scene.fakes[0]);
+    whole(&scene, answer);
+    assert_eq!(asked(&scene.fakes[0]), [2, 2 + STUCK]);
+}
+
+#[test]
+fn answer_that_is_drawn_already_asks_no_engine() {
+    let scene = stuck(1, |_| {});
+    let mut request = request(0);
+    let piece = driftless_bridge::engine::Piece { output_ids: &[3, 4], log_probs: &[-0.5, -0.5], label: OLD };
+    request.drawn.push(piece);
+    request.sampling.max_new_tokens = 2;
+    let whole = scene.runtime.block_on(scene.fleet.generate(request, None)).unwrap();
+    assert_eq!((whole.output_ids, whole.finish), (vec![3, 4], Finish::Length));
+    assert!(asked(&scene.fakes[0]).is_empty());
+}
