@@ -333,14 +333,20 @@ impl Index {
     }
 
     /// The first position of a segment that is needed to resume. It is the newest record of a prompt that is
-    /// not done, or of a sample that is not finished.
+    /// not done, or of a sample that is not finished, unless the prompt of its group is done.
     pub(crate) fn needed(&self, first: u64) -> Option<u64> {
         let entries = &self.segments.get(&first)?.entries;
+        let is_done = |prompt: u64| {
+            let newest = self.prompt(prompt).and_then(|sequence| self.entry(sequence));
+            newest.is_some_and(|newest| newest.status == PromptState::Done.code())
+        };
         let needed = |(sequence, entry): &(u64, &Entry)| match (entry.state, Kind::from_code(entry.kind)) {
             (EntryState::Record, Some(Kind::Prompt)) => {
                 entry.status != PromptState::Done.code() && self.prompts.get(&entry.sample) == Some(sequence)
             }
-            (EntryState::Record, Some(Kind::Partial)) => self.samples.get(&entry.sample) == Some(sequence),
+            (EntryState::Record, Some(Kind::Partial)) => {
+                self.samples.get(&entry.sample) == Some(sequence) && !is_done(entry.group)
+            }
             _ => false,
         };
         (first..).zip(entries).find(needed).map(|(sequence, _)| sequence)

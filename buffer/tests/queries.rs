@@ -186,6 +186,26 @@ fn retention_waits_for_its_consumers_and_for_what_is_resumed() {
 }
 
 #[test]
+fn retention_waits_for_a_partial_sample_until_its_group_is_done() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = Log::open(dir.path(), manual()).unwrap();
+    let owned = sample(1 << 40, 0, 0);
+    let partial = owned.as_sample();
+    let scalars = Scalars { group_id: 5000, ..partial.scalars };
+    log.append(&Sample { kind: Kind::Partial, scalars, ..partial }).unwrap().wait().unwrap();
+    let end = fill(&log, dir.path(), 0, 4) + 1;
+    let consumed = Retention { consumed_by: vec!["trainer".into()], ..Retention::default() };
+    log.cursor("trainer").unwrap().commit(Position(end)).unwrap();
+    for state in [PromptState::InFlight, PromptState::Done] {
+        let blocked = log.retain(&consumed).unwrap();
+        assert_eq!((blocked.segments, blocked.needed), (0, Some(Position(0))));
+        log.append(&prompt(5000, state)).unwrap().wait().unwrap();
+    }
+    let free = log.retain(&consumed).unwrap();
+    assert_eq!((free.segments, free.needed), (3, None));
+}
+
+#[test]
 fn retention_by_age_and_by_version() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), manual()).unwrap();

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use async_trait::async_trait;
-use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::engine::{Finish, Tell, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
 use driftless_buffer::sample::Verdict;
 use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
@@ -87,6 +87,7 @@ impl Engines for Echo {
         &self,
         request: GenerateRequest,
         _minimum: Option<&Label>,
+        _told: Tell<'_>,
     ) -> driftless_bridge::Result<Generation> {
         let read = request.input_ids.len();
         let count = (request.sampling.max_new_tokens as usize).min(2);
@@ -195,6 +196,7 @@ for line in sys.stdin:
         max_context_len: None,
         vocabulary: None,
         evaluation: true,
+        underway: None,
     };
     let prompt = task.source.prompt(0).await.unwrap();
     let words = task.generate(&prompt, &turn).await.unwrap_err().to_string();

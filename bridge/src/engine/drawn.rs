@@ -25,6 +25,9 @@ pub struct Piece<'a> {
     pub label: &'a str,
 }
 
+/// Hears of pieces, in order.
+pub type Tell<'a> = &'a mut (dyn for<'p> FnMut(Piece<'p>) + Send);
+
 impl Drawn {
     /// How many tokens there are.
     #[must_use]
@@ -62,7 +65,7 @@ impl Drawn {
     }
 
     /// Keeps the first `length` tokens.
-    pub(crate) fn truncate(&mut self, length: usize) {
+    pub fn truncate(&mut self, length: usize) {
         self.output_ids.truncate(length);
         self.log_probs.truncate(length);
         let end = self.end();

@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::tls::Ca;
 pub use config::{ModelConfig, torch_name};
-pub use drawn::{Drawn, Piece};
+pub use drawn::{Drawn, Piece, Tell};
 pub use expected::Expected;
 pub(crate) use expected::hex;
 pub use fusing::Fusing;
@@ -98,7 +98,7 @@ pub trait Engine: fmt::Debug + Send + Sync {
         &'a self,
         request: &'a GenerateRequest,
         interval: u32,
-        seen: &'a mut (dyn FnMut(Piece<'_>) + Send),
+        seen: Tell<'a>,
     ) -> Answer<'a, Generation> {
         let _ = (interval, seen);
         self.generate(request)

@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 
 use super::member::{LOOK_EVERY, Member};
 use super::settled::Versions;
-use crate::engine::{Drawn, Finish, GenerateRequest, Generation, Label, Piece, Rid, outside};
+use crate::engine::{Drawn, Finish, GenerateRequest, Generation, Label, Piece, Rid, Tell, outside};
 use crate::error::{Error, Result};
 
 /// How an engine says that it still works on a request of this id; a trainer that was restarted meets its
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 const DUPLICATE: &str = "Duplicate request ID";
 
 /// Tokens of a piece of a stream, and most pieces of a stream that repeats all tokens in each.
-const PIECE: u32 = 32;
+const PIECE: u32 = 64;
 const REPEATED_MAX: u32 = 8;
 
 /// How long nothing may be heard of a request before its engine is looked at.
@@ -27,7 +27,7 @@ pub(super) struct Answer<'a> {
     /// Its tokens that stay, whatever becomes of an attempt.
     pub(super) drawn: Drawn,
     /// Is told of each of them.
-    pub(super) told: &'a mut (dyn FnMut(Piece<'_>) + Send),
+    pub(super) told: Tell<'a>,
 }
 
 impl Answer<'_> {
@@ -289,8 +289,8 @@ mod tests {
             let sampling = crate::SamplingParams { max_new_tokens: most, ..Default::default() };
             interval(&GenerateRequest::new(Rid::new(0, 0), vec![1], sampling), incremental)
         };
-        assert_eq!((of(32, true), of(33, true), of(4096, true)), (None, Some(32), Some(32)));
-        assert_eq!((of(32, false), of(256, false), of(4096, false)), (None, Some(32), Some(512)));
+        assert_eq!((of(64, true), of(65, true), of(4096, true)), (None, Some(64), Some(64)));
+        assert_eq!((of(64, false), of(512, false), of(4096, false)), (None, Some(64), Some(512)));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::{Attached, Ca, Deadlines, Expected, GenerateRequest, Generation, Label, Piece};
+use crate::engine::{Attached, Ca, Deadlines, Expected, GenerateRequest, Generation, Label, Tell};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
 use lease::{Answer, Attempt, Lease};
@@ -276,7 +276,7 @@ impl Fleet {
         &self,
         mut request: GenerateRequest,
         minimum: Option<&Label>,
-        told: &mut (dyn FnMut(Piece<'_>) + Send),
+        told: Tell<'_>,
     ) -> Result<Generation> {
         request.validate(Some(self.vocabulary))?;
         minimum.inspect(|minimum| self.roster.want(minimum));

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::generate::{self, RawFailure, RawGeneration, Streamed};
 use super::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, PluginUpdated, TensorUpdate};
-use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, Mismatch, PauseMode, Piece};
+use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, Mismatch, PauseMode, Tell};
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::live::PluginReply;
@@ -122,7 +122,7 @@ impl Client {
         &self,
         request: &GenerateRequest,
         interval: u32,
-        seen: &mut (dyn FnMut(Piece<'_>) + Send),
+        seen: Tell<'_>,
     ) -> Result<Generation> {
         let body = generate::body(request, Some(interval));
         let call = Call::post("/generate", Level::Normal, Some(&body), self.deadlines.generate);

@@ -12,7 +12,7 @@ use super::wire::PluginUpdated;
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, OnlyPlugin, checksums, identity};
 use crate::engine::{
     About, Answer, BETWEEN_TRIES, Comparison, Engine, Expected, GenerateRequest, Generation, Identity,
-    Patched, PauseMode, Piece, Reload, Rid, Sums, TRIES, expect_label, local,
+    Patched, PauseMode, Reload, Rid, Sums, TRIES, Tell, expect_label, local,
 };
 use crate::error::{Error, Result};
 use crate::http::excerpt;
@@ -58,7 +58,7 @@ impl Engine for Client {
         &'a self,
         request: &'a GenerateRequest,
         interval: u32,
-        seen: &'a mut (dyn FnMut(Piece<'_>) + Send),
+        seen: Tell<'a>,
     ) -> Answer<'a, Generation> {
         Box::pin(Client::stream(self, request, interval, seen))
     }

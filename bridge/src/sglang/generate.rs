@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::engine::{
-    Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, VersionSpan, log_probability,
+    Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, Tell, VersionSpan, log_probability,
 };
 use crate::error::Result;
 
@@ -115,7 +115,7 @@ impl Streamed {
         raw: RawGeneration,
         request: &GenerateRequest,
         engine: &str,
-        seen: &mut (dyn FnMut(Piece<'_>) + Send),
+        seen: Tell<'_>,
     ) -> Result<Option<Generation>, Mismatch> {
         let meta = raw.meta_info.ok_or_else(|| ("meta_info".to_owned(), "none".to_owned()))?;
         let rid = request.rid.to_string();

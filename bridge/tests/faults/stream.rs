@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 use super::fleet::{NEW, OLD, Scene, label, patient, request, scene_with};
 
 /// Tokens of an answer, and those of it that come before the engine stands still.
-const WHOLE: usize = 100;
+const WHOLE: usize = 200;
 const STUCK: usize = 40;
 
 type Answer = JoinHandle<driftless_bridge::Result<Generation>>;
@@ -88,7 +88,7 @@ fn answer_is_cut_where_another_version_may_have_come() {
     assert_eq!(pieces.recv().unwrap().0, STUCK);
     scene.fleet.publishing();
     let (dead, living): (Vec<_>, Vec<_>) = scene.fakes.iter().partition(|fake| !asked(fake).is_empty());
-    dead[0].engine().stuck_after = Some(2 * STUCK);
+    dead[0].engine().stuck_after = Some(3 * STUCK);
     poke(&scene, dead[0]);
     assert!(pieces.recv_timeout(Duration::from_millis(200)).is_err(), "they wait for the end of the reply");
     living[0].engine().set_label(NEW);
@@ -108,7 +108,7 @@ fn answer_goes_on_behind_an_update_that_an_engine_cannot_locate() {
     assert_eq!(pieces.recv().unwrap().0, STUCK);
     scene.fleet.publishing();
     scene.fakes[0].engine().set_label(NEW);
-    scene.fakes[0].engine().stuck_after = Some(2 * STUCK);
+    scene.fakes[0].engine().stuck_after = Some(3 * STUCK);
     poke(&scene, &scene.fakes[0]);
     // It is asked again, by a fleet that has not waited for the end.
     super::fleet::until("a second attempt", || asked(&scene.fakes[0]).len() == 2);

@@ -10,7 +10,7 @@ use driftless_store::chain_text;
 use super::keep::Keeper;
 use super::parts::{Kept, parts};
 use super::record::{Answered, Scored};
-use super::{Begun, Rollouts};
+use super::{Begun, Rollouts, Underway};
 use crate::error::{Error, Result, input};
 use crate::metrics::unix_us;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
@@ -91,12 +91,14 @@ impl Rollouts {
             return Ok(drawn);
         }
         let asked = unix_us(SystemTime::now()).cast_signed();
-        let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), false);
+        let pieces = begun.pieces.get(&answer).map_or(&[][..], Vec::as_slice);
+        let underway = Underway::new(keeper, pieces, answer, *number, *seat);
+        let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), Some(&underway));
         let parts = self.task.generate(prompt, &turn).await?;
         check_count(&parts)?;
         let scalars =
             Scalars { group_id: *number, rollout_id: *seat, score_follows: true, ..Scalars::default() };
-        let times = [asked, 0, unix_us(SystemTime::now()).cast_signed()];
+        let times = [asked, underway.first_us(), unix_us(SystemTime::now()).cast_signed()];
         let answered = Arc::new(Answered { answer, beside: Kept::bytes(&parts), parts, scalars, times });
         keeper.keep(answered.clone()).await?;
         Ok(Drawn { answered, is_scored: false })

@@ -1,4 +1,5 @@
-//! Makes answers durable as they end. Those that end while others are synced share the next sync.
+//! Answers become durable as they end, and their tokens before that as they come. Those that come while others are synced
+//! share the next sync.
 
 use std::sync::Arc;
 
@@ -6,26 +7,42 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
 use super::Rollouts;
-use super::record::{Answered, append_answers};
+use super::pieces::Chunk;
+use super::record::{Answered, Times};
 use crate::error::{Error, Result};
 
-/// Answers that wait to be written, and that share a sync.
+/// Answers and pieces that wait to be written, and that share a sync.
 const TOGETHER_MAX: usize = 256;
 
 /// Hands answers to the task that writes them.
 #[derive(Clone)]
-pub(super) struct Keeper(mpsc::Sender<Ended>);
+pub(super) struct Keeper {
+    items: mpsc::Sender<Item>,
+    /// The run's id, in hex.
+    run: Arc<str>,
+}
 
-struct Ended {
-    answered: Arc<Answered>,
-    durable: oneshot::Sender<()>,
+enum Item {
+    Piece(Chunk),
+    Answer { answered: Arc<Answered>, durable: oneshot::Sender<()> },
 }
 
 impl Keeper {
     /// Starts the task, which ends with the last of these handles, or with what the log says.
     pub(super) fn start(rollouts: Arc<Rollouts>) -> (Self, JoinHandle<Result<()>>) {
-        let (ended, queue) = mpsc::channel(TOGETHER_MAX);
-        (Keeper(ended), tokio::spawn(keep(rollouts, queue)))
+        let (items, queue) = mpsc::channel(TOGETHER_MAX);
+        let run = rollouts.log.identity().run_id.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        (Keeper { items, run: run.into() }, tokio::spawn(keep(rollouts, queue)))
+    }
+
+    /// The run's id, in hex.
+    pub(super) fn run(&self) -> &str {
+        &self.run
+    }
+
+    /// Has a piece written, if there is room for it. It is in the log before the answer that it is a part of.
+    pub(super) fn piece(&self, chunk: Chunk) -> bool {
+        self.items.try_send(Item::Piece(chunk)).is_ok()
     }
 
     /// Returns once an answer is durable.
@@ -34,20 +51,39 @@ impl Keeper {
     /// [`Error::Cancelled`] if the task has ended.
     pub(super) async fn keep(&self, answered: Arc<Answered>) -> Result<()> {
         let (durable, kept) = oneshot::channel();
-        self.0.send(Ended { answered, durable }).await.map_err(|_| Error::Cancelled)?;
+        self.items.send(Item::Answer { answered, durable }).await.map_err(|_| Error::Cancelled)?;
         kept.await.map_err(|_| Error::Cancelled)
     }
 }
 
-async fn keep(rollouts: Arc<Rollouts>, mut queue: mpsc::Receiver<Ended>) -> Result<()> {
+async fn keep(rollouts: Arc<Rollouts>, mut queue: mpsc::Receiver<Item>) -> Result<()> {
     let mut together = Vec::new();
     while queue.recv_many(&mut together, TOGETHER_MAX).await > 0 {
-        let answers: Vec<_> = together.iter().map(|ended: &Ended| ended.answered.clone()).collect();
-        tokio::task::block_in_place(|| append_answers(&rollouts.log, &answers))?;
-        // A group that was given up meanwhile does not wait for it any more.
-        for ended in together.drain(..) {
-            let _ = ended.durable.send(());
+        tokio::task::block_in_place(|| append(&rollouts, &together))?;
+        for item in together.drain(..) {
+            if let Item::Answer { durable, .. } = item {
+                // A group that was given up meanwhile does not wait for it any more.
+                let _ = durable.send(());
+            }
         }
     }
+    Ok(())
+}
+
+fn append(rollouts: &Rollouts, together: &[Item]) -> Result<()> {
+    let times = |item: &Item| match item {
+        Item::Piece(_) => Times::default(),
+        Item::Answer { answered, .. } => Times::of(answered),
+    };
+    let times: Vec<Times> = together.iter().map(times).collect();
+    let extra: Vec<_> = times.iter().map(Times::column).collect();
+    let mut samples = Vec::new();
+    for (item, extra) in together.iter().zip(&extra) {
+        match item {
+            Item::Piece(chunk) => samples.push(chunk.sample()),
+            Item::Answer { answered, .. } => samples.extend(answered.samples(extra)),
+        }
+    }
+    rollouts.log.append_all(&samples)?;
     Ok(())
 }

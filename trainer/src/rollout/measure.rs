@@ -105,7 +105,7 @@ impl Rollouts {
         let group = u64::MAX - number;
         let drawn = (0..set.samples).map(async |index| {
             let sample = u64::MAX - (number * set.samples + index);
-            let turn = self.turn(group, sample, &set.sampling, minimum.as_ref(), true);
+            let turn = self.turn(group, sample, &set.sampling, minimum.as_ref(), None);
             let asked = unix_us(SystemTime::now()).cast_signed();
             let parts = task.generate(prompt, &turn).await?;
             check_count(&parts)?;

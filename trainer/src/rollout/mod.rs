@@ -1,20 +1,22 @@
 //! Rollouts: groups that are generated, rewarded and logged, and from which steps learn.
 //!
 //! A group is generated for the log, and no step is named. Its prompt is logged as in flight before an engine is asked.
-//! An answer is logged the moment it ends. Scores follow, together with the record that the prompt is done. [`Queue`]
+//! Tokens are logged as they come, where the engine streams, and an answer the moment it ends. Scores follow, together with the record that the prompt is done. [`Queue`]
 //! says which groups are generated when, and which a step takes. A run that was interrupted goes on with the answers that
-//! the prompts in flight lack, then takes the next prompts.
+//! the prompts in flight lack, each behind its tokens, then takes the next prompts.
 
 mod group;
 mod keep;
 mod measure;
 mod parts;
+mod pieces;
 mod queue;
 mod record;
 
 pub use crate::schedule::Policy;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
+pub use pieces::Underway;
 pub use queue::{Dropped, Queue, Since};
 pub(crate) use record::leave_out;
 pub use record::{EvaluationNote, PromptNote};
@@ -36,6 +38,7 @@ use crate::seed::first_bits;
 use crate::tasks::Task;
 use group::{Group, Outcome};
 use keep::Keeper;
+use pieces::Pieces;
 use queue::Order;
 
 /// Groups that may fail for one step, beyond a quarter of those that were tried.
@@ -203,7 +206,9 @@ impl Rollouts {
         let prompts = orders.into_iter().map(async |Order { start, minimum }| {
             answers_of(start.group, self.options.n_samples_per_prompt)?;
             let prompt = self.task.source.prompt(start.group).await?;
-            Ok::<_, Error>((start.is_new, Begun { number: start.group, seat: start.seat, prompt, minimum }))
+            let begun =
+                Begun { number: start.group, seat: start.seat, prompt, minimum, pieces: Pieces::default() };
+            Ok::<_, Error>((start.is_new, begun))
         });
         let prompts = futures_util::future::try_join_all(prompts).await?;
         let (fresh, known): (Vec<_>, Vec<_>) = prompts.into_iter().partition(|(is_new, _)| *is_new);
@@ -212,8 +217,12 @@ impl Rollouts {
             tokio::task::block_in_place(|| self.append_begun(&fresh))?;
         }
         let (mut whole, mut begun) = (Vec::new(), Vec::new());
-        for (_, known) in known {
+        let numbers: Vec<u64> = known.iter().map(|(_, known)| known.number).collect();
+        let mut pieces = pieces::read(&self.log.reader(), &numbers)?;
+        for (_, mut known) in known {
             self.check_prompt(&known)?;
+            let answers = answers_of(known.number, self.options.n_samples_per_prompt)?;
+            known.pieces = pieces.extract_if(answers, |_, _| true).collect();
             match self.logged_group(known.number) {
                 Some(_) => whole.push(Group { begun: known, outcome: Outcome::Kept(Vec::new()) }),
                 None => begun.push(known),
@@ -234,14 +243,14 @@ impl Rollouts {
         }
     }
 
-    /// How one sample of a group is to be generated.
+    /// How one sample of a group is to be generated; its tokens are kept as they come, unless it is measured only.
     fn turn<'a>(
         &'a self,
         group: u64,
         sample: u64,
         sampling: &SamplingParams,
         minimum: Option<&'a Label>,
-        evaluation: bool,
+        underway: Option<&'a Underway<'a>>,
     ) -> Turn<'a> {
         let sampling_seed = Some(sampling_seed(self.options.seed, sample));
         Turn {
@@ -253,7 +262,8 @@ impl Rollouts {
             sampling: SamplingParams { sampling_seed, ..sampling.clone() },
             max_context_len: self.options.rollout_max_context_len,
             vocabulary: self.options.vocabulary,
-            evaluation,
+            evaluation: underway.is_none(),
+            underway,
         }
     }
 }
@@ -295,6 +305,8 @@ pub(crate) struct Begun {
     seat: u64,
     prompt: Prompt,
     minimum: Option<Label>,
+    /// What the log has of its answers that are not finished.
+    pieces: Pieces,
 }
 
 /// The result of a task; a panic in it goes on here.

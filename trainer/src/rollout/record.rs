@@ -104,7 +104,7 @@ pub(super) struct Answered {
 
 impl Answered {
     /// Its samples as records. The first comes last: where it is, all are.
-    fn samples<'a>(&'a self, extra: &'a Extra<'a>) -> impl Iterator<Item = Sample<'a>> {
+    pub(super) fn samples<'a>(&'a self, extra: &'a Extra<'a>) -> impl Iterator<Item = Sample<'a>> {
         let shared = Scalars {
             parts: u16::try_from(self.parts.len()).unwrap_or(u16::MAX),
             clock_us: self.times[2].cast_unsigned(),
@@ -130,7 +130,7 @@ impl Answered {
 }
 
 /// One further column.
-type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
+pub(super) type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
 
 /// The metadata of the first sample of an answer that was measured, as JSON.
 #[derive(Debug, Default, Serialize)]
@@ -168,13 +168,29 @@ impl EvaluationNote {
 
 /// Makes answers durable together.
 pub(super) fn append_answers(log: &Log, answers: &[Arc<Answered>]) -> Result<()> {
-    let times = |answer: &Arc<Answered>| answer.times.map(i64::to_le_bytes).concat();
-    let times: Vec<_> = answers.iter().map(times).collect();
-    let extra: Vec<Extra<'_>> =
-        times.iter().map(|times| [(ColumnId::TIMES, Element::I64, &times[..])]).collect();
+    let times: Vec<Times> = answers.iter().map(|answer| Times::of(answer)).collect();
+    let extra: Vec<Extra<'_>> = times.iter().map(Times::column).collect();
     let samples = answers.iter().zip(&extra).flat_map(|(answer, extra)| answer.samples(extra));
     log.append_all(&samples.collect::<Vec<_>>())?;
     Ok(())
+}
+
+/// The times of an answer, as bytes.
+#[derive(Default)]
+pub(super) struct Times([u8; 24]);
+
+impl Times {
+    pub(super) fn of(answer: &Answered) -> Self {
+        let mut bytes = [0; 24];
+        for (place, time) in bytes.chunks_exact_mut(8).zip(answer.times) {
+            place.copy_from_slice(&time.to_le_bytes());
+        }
+        Times(bytes)
+    }
+
+    pub(super) fn column(&self) -> Extra<'_> {
+        [(ColumnId::TIMES, Element::I64, &self.0)]
+    }
 }
 
 /// The reward of an answer.

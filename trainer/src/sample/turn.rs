@@ -1,16 +1,18 @@
 //! A sample that is to be generated, and what generates.
 
 use async_trait::async_trait;
+use driftless_bridge::engine::Tell;
 use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
 
 use super::{Prompt, Trajectory};
 use crate::error::Result;
+use crate::rollout::Underway;
 use crate::seed::mix;
 
 /// What generates: a fleet, or what stands in for one in tests.
 #[async_trait]
 pub trait Engines: Send + Sync {
-    /// One generation, all of it with weights of `minimum` or later.
+    /// One generation, all of it with weights of `minimum` or later; `told` hears of tokens that stay, as they come.
     ///
     /// # Errors
     /// As [`Fleet::generate`].
@@ -18,6 +20,7 @@ pub trait Engines: Send + Sync {
         &self,
         request: GenerateRequest,
         minimum: Option<&Label>,
+        told: Tell<'_>,
     ) -> driftless_bridge::Result<Generation>;
 }
 
@@ -27,8 +30,9 @@ impl Engines for Fleet {
         &self,
         request: GenerateRequest,
         minimum: Option<&Label>,
+        told: Tell<'_>,
     ) -> driftless_bridge::Result<Generation> {
-        Fleet::generate(self, request, minimum).await
+        Fleet::stream(self, request, minimum, told).await
     }
 }
 
@@ -52,6 +56,8 @@ pub struct Turn<'a> {
     pub vocabulary: Option<u64>,
     /// Whether the sample is measured, and not learned from.
     pub evaluation: bool,
+    /// What keeps its tokens before it is finished; nothing does if `None`.
+    pub underway: Option<&'a Underway<'a>>,
 }
 
 impl Turn<'_> {
@@ -97,7 +103,14 @@ impl Turn<'_> {
                 retractions: 0,
             });
         }
-        let request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);
-        Ok(self.engines.generate(request, self.minimum).await?)
+        let mut request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);
+        let generation = match self.underway {
+            None => self.engines.generate(request, self.minimum, &mut |_| {}).await,
+            Some(underway) => {
+                let mut writer = underway.go_on(nth, &mut request, self.minimum);
+                self.engines.generate(request, self.minimum, &mut |piece| writer.take(piece)).await
+            }
+        };
+        Ok(generation?)
     }
 }

@@ -243,6 +243,9 @@ impl Session<'_> {
     fn publish_to_queue(&mut self) -> Result<()> {
         let label = self.label()?;
         let newest = self.updates.as_mut().map_or(Ok(None), update::Updates::newest)?;
+        if let (Some(fleet), Some(label)) = (&self.fleet, &label) {
+            fleet.published(label);
+        }
         self.queue()?.published(newest.map_or(self.step, |(_, step)| step), label);
         Ok(())
     }
@@ -333,6 +336,10 @@ impl Session<'_> {
             return Ok(None);
         }
         let begin = Instant::now();
+        if let Some(fleet) = &self.fleet {
+            // A learner may publish by itself from here on.
+            fleet.publishing();
+        }
         let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
             Weights::Tensors(snapshot) => (self.publish_here(&*snapshot)?, Some(snapshot)),
             Weights::Published(version) => {

@@ -65,7 +65,7 @@ pub(super) struct Session<'o> {
     /// What was changed of them while the run ran.
     changes: Changes,
     /// Absent before [`Session::attach`], and when there are no engines.
-    fleet: Option<Arc<Fleet>>,
+    pub(super) fleet: Option<Arc<Fleet>>,
     /// Where the engines are changed while the run runs. Absent as the fleet is, and where it could not be opened.
     door: Option<Door>,
     /// What follows the file of engines.

@@ -4,9 +4,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod answers;
+mod pieces;
 
 use async_trait::async_trait;
-use driftless_bridge::engine::Finish;
+use driftless_bridge::engine::{Finish, Piece, Tell};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
 use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState, Sample, Scalars};
 use driftless_trainer::Error;
@@ -46,6 +47,7 @@ impl Engines for Echo {
         &self,
         request: GenerateRequest,
         _minimum: Option<&Label>,
+        _told: Tell<'_>,
     ) -> driftless_bridge::Result<Generation> {
         let asked = self.asked.fetch_add(1, Ordering::SeqCst);
         if asked < self.away {
