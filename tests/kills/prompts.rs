@@ -63,6 +63,43 @@ fn loop_of_bounded_staleness_takes_and_rewards_each_once() {
     play_until_killed_often(2);
 }
 
+#[test]
+fn loop_killed_in_mid_answer_goes_on_behind_its_tokens() {
+    const DRAWN: usize = 70;
+    let stage = Stage::new(&["--save-interval", "1", "--rollout-max-response-len", "150"]);
+    {
+        let mut engine = stage.engine.engine();
+        (engine.is_long, engine.stuck_after) = (true, Some(DRAWN));
+    }
+    let mut process = stage.start();
+    let drawn = process.until("tokens of each answer", |_| {
+        let log = Reader::open(stage.at("run/log")).ok()?;
+        let partial = log.partials();
+        (partial.len() as u64 == GROUPS * SAMPLES).then_some(partial)
+    });
+    let _ = kill_process(pid(process.id()), Signal::KILL);
+    process.wait();
+    {
+        let mut engine = stage.engine.engine();
+        engine.stuck_after = None;
+        engine.asked.clear();
+    }
+    let mut process = stage.start();
+    process.until("the first step", |_| (!stage.steps().is_empty()).then_some(()));
+    let _ = kill_process(pid(process.id()), Signal::KILL);
+    process.wait();
+    let asked = stage.engine.engine().asked.clone();
+    assert!(asked[..drawn.len()].iter().all(|read| *read > DRAWN), "{asked:?}");
+    let log = Reader::open(stage.at("run/log")).expect("a log");
+    for partial in drawn {
+        let sample = partial.scalars().sample_id;
+        let answer = log.sample(sample).expect("whole").expect("an answer");
+        assert_eq!((answer.kind(), answer.response().len()), (Kind::Sample, 150), "sample {sample}");
+        assert_eq!(answer.response()[..DRAWN], partial.tokens()[..DRAWN], "sample {sample}");
+        assert_eq!(answer.spans().len(), 1, "{:?}", answer.spans());
+    }
+}
+
 /// A share of all kills, in runs of one kind. Runs mostly wait, so that those of the other kind are played meanwhile.
 fn play_until_killed_often(kind: usize) {
     let begun = Instant::now();

@@ -108,7 +108,7 @@ impl Engines for Echo {
 fn rollouts(dir: &Path, task: Task) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     let log = Log::open(dir.join("log"), Options::new(identity)).unwrap();
-    let policy = Policy { mode: Mode::Synchronous, batch: 2, steps: 1 };
+    let policy = Policy::new(Mode::Synchronous, 2, 1);
     let queue = Queue::open(policy, &log.reader(), ANSWERS, 0, BTreeMap::new());
     Arc::new(Rollouts {
         engines: Arc::new(Echo),

@@ -150,6 +150,15 @@ struct RolloutArgs {
     /// Prompts of a step; for SFT, examples [default: 32; for SFT of fresh weights 256, with --text 16].
     #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
+    /// Prompts under way until a rollout has its own: the first that finish make the step [default: as many as of a step].
+    #[arg(long, value_name = "PROMPTS", conflicts_with = "train_async", value_parser = numbers::count::<u64>())]
+    over_sampling_batch_size: Option<u64>,
+    /// Let answers that are not finished then go on while the step trains, and behind its update. Otherwise they begin again.
+    #[arg(long, requires = "over_sampling_batch_size", conflicts_with = "max_staleness")]
+    partial_rollout: bool,
+    /// Train only on their tokens that the step's own weights drew.
+    #[arg(long, requires = "partial_rollout")]
+    mask_offpolicy_in_partial_rollout: bool,
     /// Samples of a prompt.
     #[arg(long, default_value_t = 8, value_parser = numbers::count::<u64>())]
     n_samples_per_prompt: u64,
@@ -553,6 +562,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_num_rollout(num_rollout)
             .with_rollout_batch_size(rollout_batch_size)
             .with_n_samples_per_prompt(n_samples_per_prompt)
+            .with_over_sampling_batch_size(rollout.over_sampling_batch_size)
+            .with_partial_rollout(rollout.partial_rollout)
+            .with_mask_offpolicy_in_partial_rollout(rollout.mask_offpolicy_in_partial_rollout)
             .with_data(args.task.settings())
             .with_rollout_external_engine_addrs(addresses)
             .with_rollout_external_engines_file(rollout.rollout_external_engines_file)

@@ -21,7 +21,7 @@ pub use queue::{Dropped, Queue, Since};
 pub(crate) use record::leave_out;
 pub use record::{EvaluationNote, PromptNote};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ use derive_setters::Setters;
 use driftless_bridge::{Label, Rid, SamplingParams};
 use driftless_buffer as buffer;
 use driftless_store::chain_text;
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 
 use crate::error::{Error, Result};
 use crate::sample::{Engines, Prompt, Turn, answers_of};
@@ -117,13 +117,14 @@ impl Rollouts {
     /// [`Error::Unlearnable`] when too many groups are left out, [`Error::OtherPrompt`] when the prompts have
     /// changed, [`Error::Bridge`] while no engine generates, that of a reward that stays away, and what the log says.
     pub async fn run(self: Arc<Self>) -> Result<()> {
-        let mut running = JoinSet::new();
+        let mut running = Running::default();
         let mut returned = Returned::default();
         let (keeper, mut keeping) = Keeper::start(self.clone());
         loop {
+            running.stop(&self.queue.stopped());
             let (whole, begun) = self.begin(self.queue.start(Instant::now())).await?;
             for begun in begun {
-                running.spawn(self.clone().group(begun, keeper.clone()));
+                running.spawn(begun.number, self.clone().group(begun, keeper.clone()));
             }
             let mut arrived = whole;
             if arrived.is_empty() {
@@ -131,19 +132,34 @@ impl Rollouts {
                     biased;
                     // It has ended with an error of the log, as long as there is a handle of it.
                     ended = &mut keeping => return finished(ended)?,
-                    Some(first) = running.join_next() => arrived.push(finished(first)?),
+                    Some(first) = running.tasks.join_next_with_id() => {
+                        arrived.extend(self.reap(&mut running, first)?);
+                    }
                     () = self.queue.changed() => continue,
                 }
             }
             // What has arrived meanwhile shares the sync.
-            while let Some(next) = running.try_join_next() {
-                arrived.push(finished(next)?);
+            while let Some(next) = running.tasks.try_join_next_with_id() {
+                arrived.extend(self.reap(&mut running, next)?);
             }
             let arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
             tokio::task::block_in_place(|| self.append(&arrived))?;
             for group in arrived {
                 self.end(group, returned.row.len())?;
             }
+        }
+    }
+
+    /// What became of the task of a group. One that was stopped is to be tried again, and is no failure.
+    fn reap(&self, running: &mut Running, joined: Joined) -> Result<Option<Group>> {
+        let id = joined.as_ref().map_or_else(JoinError::id, |(id, _)| *id);
+        let number = running.groups.remove(&id).map(|(number, _)| number);
+        match (joined, number) {
+            (Err(error), Some(number)) if error.is_cancelled() => {
+                self.queue.end(Seen::Returned(number), Dropped::default(), Instant::now());
+                Ok(None)
+            }
+            (joined, _) => finished(joined.map(|(_, group)| group)).map(Some),
         }
     }
 
@@ -265,6 +281,29 @@ impl Rollouts {
             evaluation: underway.is_none(),
             underway,
         }
+    }
+}
+
+/// The task of a group that has ended.
+type Joined = std::result::Result<(Id, Group), JoinError>;
+
+/// The tasks of groups.
+#[derive(Default)]
+struct Running {
+    tasks: JoinSet<Group>,
+    groups: HashMap<Id, (u64, AbortHandle)>,
+}
+
+impl Running {
+    fn spawn(&mut self, number: u64, group: impl Future<Output = Group> + Send + 'static) {
+        let handle = self.tasks.spawn(group);
+        self.groups.insert(handle.id(), (number, handle));
+    }
+
+    /// Stops the tasks of these groups, which then come as cancelled, or finished just before.
+    fn stop(&self, numbers: &[u64]) {
+        let stopped = self.groups.values().filter(|(number, _)| numbers.contains(number));
+        stopped.for_each(|(_, handle)| handle.abort());
     }
 }
 

@@ -188,7 +188,12 @@ impl Queue {
         starts.iter().map(|start| Order { start: *start, minimum: minimum(start) }).collect()
     }
 
-    /// Returns once something has changed for what is to be started.
+    /// The groups to stop now.
+    pub(super) fn stopped(&self) -> Vec<u64> {
+        self.state().schedule.stopped().collect()
+    }
+
+    /// Returns once something has changed for what is to be started or stopped.
     pub(super) async fn changed(&self) {
         self.for_generation.notified().await;
     }

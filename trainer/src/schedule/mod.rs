@@ -11,6 +11,7 @@ use crate::options::Mode;
 
 /// How far generation may be ahead of training.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct Policy {
     /// Whether and how far.
     pub mode: Mode,
@@ -18,6 +19,19 @@ pub struct Policy {
     pub batch: u64,
     /// Steps of the whole run.
     pub steps: u64,
+    /// Groups that are under way beyond those that a batch needs.
+    pub surplus: u64,
+    /// Whether those of them that are not finished with the batch go on while it trains. They are stopped otherwise, and
+    /// begin again behind it.
+    pub partial: bool,
+}
+
+impl Policy {
+    /// Without a surplus.
+    #[must_use]
+    pub fn new(mode: Mode, batch: u64, steps: u64) -> Self {
+        Policy { mode, batch, steps, surplus: 0, partial: false }
+    }
 }
 
 /// What has happened.
@@ -27,7 +41,7 @@ pub(crate) enum Seen {
     Accepted(u64),
     /// No step learns from a group: it failed, was filtered, or is too old.
     LeftOut(u64),
-    /// No engine could generate a group; it is to be tried again.
+    /// No engine could generate a group, or it was stopped; it is to be tried again.
     Returned(u64),
     /// A step learns from these groups.
     Taken { step: u64, groups: Vec<u64> },
@@ -60,6 +74,8 @@ pub(crate) struct Schedule {
     accepted: BTreeSet<u64>,
     /// Groups under way, with their seats.
     running: BTreeMap<u64, u64>,
+    /// Those of them that are to be stopped.
+    stopped: BTreeSet<u64>,
     /// Groups whose prompts are taken and that are not under way, with their seats.
     waiting: BTreeMap<u64, u64>,
 }
@@ -75,6 +91,7 @@ impl Schedule {
             taken: BTreeMap::new(),
             accepted: BTreeSet::new(),
             running: BTreeMap::new(),
+            stopped: BTreeSet::new(),
             waiting: BTreeMap::new(),
         }
     }
@@ -98,6 +115,7 @@ impl Schedule {
             }
             Seen::Returned(group) => {
                 let seat = self.running.remove(&group).unwrap_or(self.trained);
+                self.stopped.remove(&group);
                 self.waiting.insert(group, seat);
             }
             Seen::Taken { step, groups } => {
@@ -105,6 +123,9 @@ impl Schedule {
                     self.accepted.remove(group);
                 });
                 self.taken.insert(step, groups);
+                if self.policy.mode == Mode::Synchronous && !self.policy.partial {
+                    self.stopped.extend(self.running.keys());
+                }
             }
             Seen::Trained(step) => self.trained = step,
             Seen::Published(step) => self.published = step,
@@ -112,6 +133,7 @@ impl Schedule {
     }
 
     fn end(&mut self, group: u64) {
+        self.stopped.remove(&group);
         self.running.remove(&group);
         self.waiting.remove(&group);
     }
@@ -135,7 +157,7 @@ impl Schedule {
 
     /// The seat of the next group, if one may start.
     fn seat(&self) -> Option<u64> {
-        let Policy { mode, batch, steps } = self.policy;
+        let Policy { mode, batch, steps, .. } = self.policy;
         let ahead = match mode {
             Mode::Synchronous => 0,
             // The next batch begins once this one is whole, so that it is drawn after it.
@@ -144,12 +166,22 @@ impl Schedule {
         };
         let behind: u64 = self.taken.range(self.trained..).map(|(_, groups)| groups.len() as u64).sum();
         let open = behind + self.accepted.len() as u64 + self.running.len() as u64;
-        let seat = self.trained + open / batch.max(1);
+        let surplus = match mode {
+            Mode::Synchronous if self.has_taken(self.trained) => 0,
+            _ => self.policy.surplus,
+        };
+        let seat = self.trained + open.saturating_sub(surplus) / batch.max(1);
         let in_time = match mode {
             Mode::Bounded { max_staleness } => seat <= self.published.saturating_add(max_staleness),
             Mode::Synchronous | Mode::OneStepOff => true,
         };
         (seat <= self.trained.saturating_add(ahead) && seat < steps && in_time).then_some(seat)
+    }
+
+    /// The groups under way that are to be stopped: a step took others, and the weights that it took them with are not to
+    /// draw more.
+    pub(crate) fn stopped(&self) -> impl Iterator<Item = u64> {
+        self.stopped.iter().copied()
     }
 
     /// The groups that `step` learns from: those that it took before, or the oldest that are finished. `None` while

@@ -7,7 +7,7 @@ use rand::{Rng, SeedableRng};
 use super::*;
 
 fn schedule(mode: Mode, batch: u64, steps: u64) -> Schedule {
-    Schedule::new(Policy { mode, batch, steps })
+    Schedule::new(Policy::new(mode, batch, steps))
 }
 
 fn started(schedule: &mut Schedule) -> Vec<(u64, u64)> {
@@ -68,6 +68,47 @@ fn step_off_batch_begins_once_the_one_before_is_taken() {
     let groups = schedule.batch(1).unwrap();
     schedule.see(Seen::Taken { step: 1, groups });
     assert_eq!(started(&mut schedule), [(4, 2), (5, 2)]);
+}
+
+/// Synchronous batches of two, with two groups more under way.
+fn with_surplus(partial: bool) -> Schedule {
+    Schedule::new(Policy { surplus: 2, partial, ..Policy::new(Mode::Synchronous, 2, 3) })
+}
+
+#[test]
+fn surplus_groups_are_stopped_with_the_batch_and_begin_again_behind_it() {
+    let mut schedule = with_surplus(false);
+    assert_eq!(started(&mut schedule), [(0, 0), (1, 0), (2, 0), (3, 0)]);
+    accept(&mut schedule, [2, 0]);
+    assert_eq!(schedule.stopped().count(), 0);
+    let groups = schedule.batch(0).unwrap();
+    assert_eq!(groups, [0, 2]);
+    schedule.see(Seen::Taken { step: 0, groups });
+    assert_eq!(schedule.stopped().collect::<Vec<_>>(), [1, 3]);
+    // One has finished just before, and is kept.
+    schedule.see(Seen::Accepted(3));
+    schedule.see(Seen::Returned(1));
+    assert_eq!((started(&mut schedule), schedule.stopped().count()), (vec![], 0), "while the step trains");
+    publish(&mut schedule, 1);
+    let groups: Vec<_> = started(&mut schedule).into_iter().map(|(group, _)| group).collect();
+    assert_eq!(groups, [1, 4, 5], "what is finished counts");
+    accept(&mut schedule, [4]);
+    assert_eq!(schedule.batch(1).unwrap(), [3, 4]);
+}
+
+#[test]
+fn surplus_groups_of_partial_rollouts_go_on() {
+    let mut schedule = with_surplus(true);
+    started(&mut schedule);
+    accept(&mut schedule, [2, 0]);
+    let groups = schedule.batch(0).unwrap();
+    schedule.see(Seen::Taken { step: 0, groups });
+    assert_eq!((started(&mut schedule), schedule.stopped().count()), (vec![], 0), "nothing is new");
+    publish(&mut schedule, 1);
+    assert_eq!(started(&mut schedule), [(4, 1), (5, 1)], "beside the two that go on");
+    accept(&mut schedule, [1, 5]);
+    assert_eq!(train(&mut schedule, 1), [1, 5]);
+    assert_eq!(started(&mut schedule), [(6, 2), (7, 2)], "the last step has a surplus too");
 }
 
 #[test]
@@ -213,10 +254,10 @@ const EDGE: u64 = 10;
 const SIGMA: f64 = std::f64::consts::LN_10 / 2.326;
 
 impl World {
-    fn new(mode: Mode, places: u64, steps: u64, seed: u64) -> Self {
+    fn new(policy: Policy, places: u64, seed: u64) -> Self {
         World {
             random: StdRng::seed_from_u64(seed),
-            schedule: schedule(mode, GROUPS, steps),
+            schedule: Schedule::new(policy),
             places,
             now: 0.0,
             events: BinaryHeap::new(),
@@ -298,7 +339,12 @@ impl World {
 }
 
 fn simulate(mode: Mode, places: u64, steps: u64, seed: u64) -> Simulated {
-    let mut world = World::new(mode, places, steps, seed);
+    simulate_as(Policy::new(mode, GROUPS, steps), places, seed)
+}
+
+fn simulate_as(policy: Policy, places: u64, seed: u64) -> Simulated {
+    let Policy { mode, steps, .. } = policy;
+    let mut world = World::new(policy, places, seed);
     let (mut busy, mut time) = (0.0, 0.0);
     while world.step < steps {
         world.start();
@@ -350,6 +396,21 @@ fn simulated_engines_stand_still_in_turns_and_not_when_bounded() {
             }
         }
     }
+}
+
+/// Prints one table too. Tokens of older weights count as too old.
+#[test]
+fn simulated_partial_rollouts_do_not_wait_for_the_longest() {
+    println!("surplus | generating | time of a step | of older weights");
+    let (places, seed) = (GROUPS * ANSWERS / 8, 19);
+    let steps = [0, GROUPS / 4, GROUPS / 2, GROUPS].map(|surplus| {
+        let policy = Policy { surplus, partial: true, ..Policy::new(Mode::Synchronous, GROUPS, 140) };
+        let run = simulate_as(policy, places, seed);
+        println!("{surplus} {:.3} {:.2} {:.4}", run.busy, run.step, run.too_old);
+        run.step
+    });
+    assert!(steps.is_sorted_by(|more, less| more > less), "seed {seed}: {steps:?}");
+    assert!(steps[0] >= 1.3 * steps[2], "seed {seed}: {steps:?}");
 }
 
 #[test]

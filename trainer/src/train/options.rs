@@ -62,6 +62,13 @@ pub struct TrainOptions {
     pub num_rollout: u64,
     /// Prompts of a rollout.
     pub rollout_batch_size: u64,
+    /// Prompts under way until a rollout has its own; those of a rollout, if `None`.
+    pub over_sampling_batch_size: Option<u64>,
+    /// Whether answers that are not finished with their rollout go on while it is trained on, and behind the update. They
+    /// are stopped otherwise, and begin again.
+    pub partial_rollout: bool,
+    /// Whether only tokens of the weights that a step begins with are trained on, where answers go on behind updates.
+    pub mask_offpolicy_in_partial_rollout: bool,
     /// Samples of a prompt; they form a group.
     pub n_samples_per_prompt: u64,
     /// What is learned.
@@ -157,6 +164,9 @@ impl TrainOptions {
             debug: Debug::Off,
             num_rollout: 1,
             rollout_batch_size: 32,
+            over_sampling_batch_size: None,
+            partial_rollout: false,
+            mask_offpolicy_in_partial_rollout: false,
             n_samples_per_prompt: 8,
             task,
             data: BTreeMap::new(),
@@ -203,6 +213,7 @@ impl TrainOptions {
             let expected = "none where the loop pushes (`push`): engines that are pushed into stay the same";
             return Err(input("rollout_external_engines_file", expected, "both"));
         }
+        self.check_surplus()?;
         let Mode::Bounded { max_staleness } = self.mode else { return Ok(()) };
         // Weights that are published less often are always too old for some steps.
         if self.update_weights_interval > max_staleness.saturating_add(1) {
@@ -211,6 +222,33 @@ impl TrainOptions {
             return Err(input("update_weights_interval", expected, self.update_weights_interval));
         }
         Ok(())
+    }
+
+    fn check_surplus(&self) -> Result<()> {
+        let least = self.rollout_batch_size;
+        if let Some(found) = self.over_sampling_batch_size.filter(|found| *found < least) {
+            let expected = format!("at least {least}, which is `rollout_batch_size`");
+            return Err(input("over_sampling_batch_size", expected, found));
+        }
+        if self.mode == Mode::OneStepOff && self.surplus() > 0 {
+            let expected = "no more than `rollout_batch_size` with batches that are one step off; a \
+                            `max_staleness` of 1 has a surplus without that";
+            return Err(input("over_sampling_batch_size", expected, self.surplus() + least));
+        }
+        if self.partial_rollout && (self.mode != Mode::Synchronous || self.surplus() == 0) {
+            let expected = "an `over_sampling_batch_size` above `rollout_batch_size`, and no `max_staleness`, with which \
+                            answers go on anyway";
+            return Err(input("partial_rollout", expected, "true without that"));
+        }
+        if self.mask_offpolicy_in_partial_rollout && !self.partial_rollout {
+            return Err(input("mask_offpolicy_in_partial_rollout", "`partial_rollout`", "none"));
+        }
+        Ok(())
+    }
+
+    /// Prompts under way beyond those of a rollout.
+    pub(super) fn surplus(&self) -> u64 {
+        self.over_sampling_batch_size.map_or(0, |all| all.saturating_sub(self.rollout_batch_size))
     }
 
     /// What samples and steps depend on, by name.
@@ -226,6 +264,9 @@ impl TrainOptions {
             ("rollout_stop", format!("{:?}", sampling.stop)),
             ("rollout_stop_token_ids", format!("{:?}", sampling.stop_token_ids)),
             ("max_staleness", self.mode.max_staleness().to_string()),
+            ("over_sampling_batch_size", (self.rollout_batch_size + self.surplus()).to_string()),
+            ("partial_rollout", self.partial_rollout.to_string()),
+            ("mask_offpolicy_in_partial_rollout", self.mask_offpolicy_in_partial_rollout.to_string()),
             ("update_weights_interval", self.update_weights_interval.to_string()),
         ]
         .map(|(name, value)| (name.to_owned(), value))

@@ -218,8 +218,8 @@ impl<'o> Session<'o> {
     /// The groups that the log has.
     fn open_queue(&self) -> Queue {
         let options = self.options;
-        let policy =
-            Policy { mode: options.mode, batch: options.rollout_batch_size, steps: options.num_rollout };
+        let mut policy = Policy::new(options.mode, options.rollout_batch_size, options.num_rollout);
+        (policy.surplus, policy.partial) = (options.surplus(), options.partial_rollout);
         let taken = self.ledger.steps().clone();
         Queue::open(policy, &self.log.reader(), options.n_samples_per_prompt, self.step, taken)
     }

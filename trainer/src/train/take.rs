@@ -151,6 +151,7 @@ impl Session<'_> {
     fn ages(&mut self, step: u64, groups: &[Group]) -> Ages {
         let max = match self.options.mode {
             Mode::Bounded { max_staleness } => Some(max_staleness),
+            Mode::Synchronous if self.options.mask_offpolicy_in_partial_rollout => Some(0),
             Mode::Synchronous | Mode::OneStepOff => None,
         };
         let updates = &mut self.updates;

@@ -5,6 +5,7 @@
 
 mod answers;
 mod pieces;
+mod surplus;
 
 use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, Piece, Tell};
@@ -111,7 +112,7 @@ fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Task {
 fn rollouts(dir: &Path, task: Task, engines: Echo) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     let log = Log::open(dir.join("log"), Options::new(identity)).unwrap();
-    let policy = Policy { mode: Mode::Synchronous, batch: GROUPS, steps: u64::MAX };
+    let policy = Policy::new(Mode::Synchronous, GROUPS, u64::MAX);
     let queue = Queue::open(policy, &log.reader(), SAMPLES, 0, BTreeMap::new());
     queue.published(0, None);
     Arc::new(Rollouts {
@@ -351,7 +352,7 @@ async fn log_without_a_ledger_says_what_its_steps_learned_from() {
         rollouts.queue.wait().await;
     }
     running.stop().await;
-    let policy = Policy { mode: Mode::Synchronous, batch: GROUPS, steps: u64::MAX };
+    let policy = Policy::new(Mode::Synchronous, GROUPS, u64::MAX);
     let open = |step, taken: &[(u64, Vec<u64>)]| {
         Queue::open(policy, &rollouts.log.reader(), SAMPLES, step, taken.iter().cloned().collect())
     };

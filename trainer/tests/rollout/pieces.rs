@@ -74,7 +74,7 @@ fn log(dir: &Path) -> Log {
 /// Rollouts of one group, with this engine and the weights of this version or later.
 fn counting(dir: &Path, engine: Counting) -> Arc<Rollouts> {
     let log = log(dir);
-    let policy = Policy { mode: Mode::Synchronous, batch: 1, steps: 1 };
+    let policy = Policy::new(Mode::Synchronous, 1, 1);
     let queue = Queue::open(policy, &log.reader(), SAMPLES, 0, BTreeMap::new());
     queue.published(0, Some(label(engine.version)));
     Arc::new(Rollouts {
