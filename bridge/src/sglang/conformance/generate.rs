@@ -48,7 +48,9 @@ pub(super) async fn aborted_stream(subject: &Subject) -> Checked {
     let mut seen = |piece: Piece<'_>| {
         pieces.push(piece);
         // Only the first is waited for.
-        begun.take().map(|begun| begun.send(()));
+        if let Some(begun) = begun.take() {
+            let _ = begun.send(());
+        }
     };
     let abort = async {
         let _ = first.await;
@@ -68,7 +70,11 @@ pub(super) async fn dropped_stream(subject: &Subject) -> Checked {
     let request = subject.request(subject.long_tokens);
     let (begun, first) = tokio::sync::oneshot::channel();
     let mut begun = Some(begun);
-    let mut seen = |_: Piece<'_>| drop(begun.take().map(|begun| begun.send(())));
+    let mut seen = |_: Piece<'_>| {
+        if let Some(begun) = begun.take() {
+            let _ = begun.send(());
+        }
+    };
     tokio::select! {
         whole = subject.client.stream(&request, 8, &mut seen) => ensure!(false, "{whole:?} came first")?,
         _ = first => {}
