@@ -53,7 +53,7 @@ use crate::replica::refuse_foreign_place;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;
 use crate::snapshot::{Snapshot, TensorInfo};
-use crate::tied::refuse_parted;
+use crate::tied::{refuse_parted, weights_digest};
 use baseline::Baseline;
 use catch_up::is_lost;
 use device::{DeviceUse as Used, Devices};
@@ -496,6 +496,7 @@ impl Publisher {
             version: manifest.version,
             label: manifest.label(),
             manifest_digest: committed.digest,
+            weights_digest: weights_digest(&manifest.tensors),
             kind: manifest.kind,
             full_because,
             left_out: Vec::new(),

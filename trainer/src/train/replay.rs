@@ -1,0 +1,365 @@
+//! A run once more, without engines and store: its steps from its log and its ledger, compared with what it recorded.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use derive_setters::Setters;
+use driftless_buffer::{Group, Position, Reader};
+use driftless_store::ContentDigest;
+use driftless_transport::manifest::Tables;
+use driftless_transport::tied::weights_digest;
+use serde::Serialize;
+
+use super::record::{RunRecord, Start};
+use super::session::{BASELINE, LOG, METRICS};
+use super::take::{self, Ages};
+use super::{learn, versions};
+use crate::error::{Error, Result, input};
+use crate::learner::{Learner, MODEL, Progress, Weights, Workspace};
+pub use crate::ledger::Recipe;
+use crate::ledger::{self, Learned};
+use crate::metrics::{self, StepMetrics, StepStats};
+
+/// How far figures may be apart, by the larger: reading JSON may move their last digit.
+const NEAR: f64 = 1e-12;
+
+const OLDER: &str = "releases before wrote none: only runs that this one began can be replayed";
+const ELSEWHERE: &str = "replay it with the same release and libtorch, on the same kind of machine; where several threads \
+                         or a GPU add up in any order, only a run that was `deterministic` comes out the same";
+
+/// What is replayed.
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
+pub struct ReplayOptions {
+    /// Directory of the run; it is only read.
+    pub run: PathBuf,
+    /// A directory that learners may write to, where another one goes on from a step with other options.
+    pub scratch: PathBuf,
+    /// The version to end with; the newest that the run recorded, if `None`.
+    pub to: Option<u64>,
+    /// Where the checkpoint lies now that the run started from; where it lay then, if `None`.
+    pub hf_checkpoint: Option<PathBuf>,
+}
+
+impl ReplayOptions {
+    /// All steps of a run, from the checkpoint where it lay.
+    #[must_use]
+    pub fn new(run: impl Into<PathBuf>, scratch: impl Into<PathBuf>) -> Self {
+        ReplayOptions { run: run.into(), scratch: scratch.into(), to: None, hf_checkpoint: None }
+    }
+}
+
+/// A run that came out the same.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Replayed {
+    /// Its version.
+    pub version: u64,
+    /// Digest of that version's weights.
+    pub weights_digest: ContentDigest,
+    /// Steps that led to it.
+    pub steps: u64,
+    /// Versions on the way whose digests were compared, this one included.
+    pub versions: u64,
+}
+
+/// Does the steps of a run again, up to a version, and compares each with what the run recorded of it. `make` makes the
+/// learner of a recipe, before anything is computed; `observer` is told of each step, and of how many there are.
+///
+/// # Errors
+/// [`Error::NotReplayable`] where the run did not keep what this needs, [`Error::Differs`] with the first step that
+/// comes out otherwise, [`Error::Input`] for a version that the run did not record, and what `make`, the learner and
+/// the log answer.
+pub fn replay(
+    options: &ReplayOptions,
+    make: impl Fn(&Recipe) -> Result<Box<dyn Learner>>,
+    mut observer: impl FnMut(u64, u64),
+) -> Result<Replayed> {
+    let plan = Plan::of(options)?;
+    let mut learners = plan.check(make)?;
+    let of = plan.steps.len() as u64;
+    let (mut current, mut versions) = (None, 0);
+    for (step, Planned { learned, recipe, recorded }) in (0..).zip(&plan.steps) {
+        let mut learner = match (current.take(), learners.pop_front_if(|(at, _)| *at == step)) {
+            (Some(learner), None) => learner,
+            (before, Some((_, after))) => plan.take_over(before, after, step)?,
+            (None, None) => return Err(Error::Bug { what: "a step has no learner" }),
+        };
+        let groups = take::groups(&plan.log, step, &learned.groups, recipe.n_samples_per_prompt)?;
+        let ages = plan.ages(step, &groups, recipe);
+        let (stats, not_finite) = learn::step(&mut *learner, step, &groups, &ages, &recipe.learn)?;
+        if let Some((what, expected, found)) = difference(recorded, stats, not_finite.is_some()) {
+            return Err(differs(step, of, what, expected, found, ELSEWHERE));
+        }
+        let published = recorded.publication.as_ref().and_then(|version| version.weights_digest);
+        if let Some(expected) = published {
+            let found = digest(&mut *learner, step + 1)?;
+            if found != expected {
+                return Err(differs(step, of, "digest of the weights", expected, found, ELSEWHERE));
+            }
+            versions += 1;
+        }
+        observer(step + 1, of);
+        current = Some(learner);
+    }
+    Ok(Replayed { version: plan.version, weights_digest: plan.weights_digest, steps: of, versions })
+}
+
+/// What a run kept of the steps that lead to a version.
+struct Plan {
+    options: ReplayOptions,
+    record: RunRecord,
+    start: Start,
+    version: u64,
+    weights_digest: ContentDigest,
+    log: Reader,
+    /// The step of each version.
+    made: BTreeMap<u64, u64>,
+    steps: Vec<Planned>,
+}
+
+/// A step as the run did it.
+struct Planned {
+    learned: Learned,
+    recipe: Arc<Recipe>,
+    recorded: StepMetrics,
+}
+
+impl Plan {
+    /// Reads what the run recorded.
+    fn of(options: &ReplayOptions) -> Result<Plan> {
+        let run = &options.run;
+        let lacks = |what: &str, expected: &str| not_replayable(run, what, expected, "none", OLDER);
+        let record = RunRecord::read(run)?;
+        let record = record.ok_or_else(|| {
+            let todo = "give the directory that the run has as `save`";
+            not_replayable(run, "run.json", "the record of a run", "none", todo)
+        })?;
+        let start = record.start.clone();
+        let start = start
+            .ok_or_else(|| lacks("run.json", "`start`, which the loop writes as it publishes version 0"))?;
+        let metrics = metrics::read(&run.join(METRICS))?;
+        let (version, count, weights_digest) = target(&metrics, options.to)?.ok_or_else(|| {
+            lacks(
+                METRICS,
+                "a version with the digest of its weights: a step, done and published by this release",
+            )
+        })?;
+        let mut ledger = ledger::learned(run)?;
+        let mut recorded: BTreeMap<u64, StepMetrics> =
+            metrics.into_iter().map(|step| (step.rollout_id, step)).collect();
+        let step = |step| {
+            let learned = ledger.remove(&step);
+            let recipe = learned.as_ref().and_then(|learned| learned.recipe.clone());
+            let (Some(learned), Some(recipe)) = (learned, recipe) else {
+                return Err(lacks(
+                    &format!("step {step} in ledger.jsonl"),
+                    "its samples and how it learned from them",
+                ));
+            };
+            let recorded = recorded.remove(&step);
+            let recorded =
+                recorded.ok_or_else(|| lacks(&format!("step {step} in {METRICS}"), "its figures"))?;
+            Ok(Planned { learned, recipe, recorded })
+        };
+        let steps = (0..count).map(step).collect::<Result<_>>()?;
+        let (log, made, options) = (Reader::open(run.join(LOG))?, versions::read(run)?, options.clone());
+        Ok(Plan { options, record, start, version, weights_digest, log, made, steps })
+    }
+
+    /// Refuses a log that is not as it was learned from, and makes the learners by the steps that they begin with.
+    fn check(
+        &self,
+        make: impl Fn(&Recipe) -> Result<Box<dyn Learner>>,
+    ) -> Result<VecDeque<(u64, Box<dyn Learner>)>> {
+        let (mut learners, mut last) = (VecDeque::new(), None);
+        for (step, Planned { learned, recipe, .. }) in (0..).zip(&self.steps) {
+            if last.replace(recipe) != Some(recipe) {
+                if recipe.learner.is_none() {
+                    let (what, expected) =
+                        (format!("the learner of step {step}"), "the one that is built in");
+                    let todo = "what another program computes cannot be done again here";
+                    return Err(not_replayable(
+                        &self.options.run,
+                        what,
+                        expected,
+                        "a process of its own",
+                        todo,
+                    ));
+                }
+                let mut recipe = Recipe::clone(recipe);
+                // The run's critic stays as it is.
+                recipe.learn.critic.critic_save = None;
+                learners.push_back((step, make(&recipe)?));
+            }
+            self.check_samples(step, learned, recipe)?;
+        }
+        Ok(learners)
+    }
+
+    fn check_samples(&self, step: u64, learned: &Learned, recipe: &Recipe) -> Result<()> {
+        let groups = take::groups(&self.log, step, &learned.groups, recipe.n_samples_per_prompt);
+        let groups = groups.map_err(|error| self.lacking(step, error))?;
+        let of = self.steps.len() as u64;
+        let records: Vec<_> = groups.iter().flat_map(|group| &group.records).collect();
+        let changed =
+            "its log is not what it learned from: look at the sample, and bring the log back as it was";
+        if records.len() != learned.samples.len() {
+            return Err(differs(
+                step,
+                of,
+                "samples in the log",
+                learned.samples.len(),
+                records.len(),
+                changed,
+            ));
+        }
+        let mut pairs = records.into_iter().zip(&learned.samples);
+        match pairs.find(|(record, digest)| ledger::digest(record) != **digest) {
+            None => Ok(()),
+            Some((record, expected)) => {
+                let (scalars, position) = (record.scalars(), record.position().0);
+                let (sample, group) = (scalars.sample_id, scalars.group_id);
+                let what = format!("sample {sample} of group {group}, at position {position} of the log");
+                let found = format!("another one, {}", ledger::digest(record));
+                Err(differs(step, of, what, format!("the one of digest {expected}"), found, changed))
+            }
+        }
+    }
+
+    /// Why the log has not all groups of a step.
+    fn lacking(&self, step: u64, error: Error) -> Error {
+        let oldest = self.log.oldest();
+        let Error::IncompleteRollout { expected, found, .. } = error else { return error };
+        let (what, expected) = (format!("step {step} in the log"), format!("{expected} groups"));
+        let (found, todo) = match oldest > Position(0) {
+            true => (
+                format!("{found}, as what lay before position {} was trimmed", oldest.0),
+                "a run with a larger `rollout_log_bytes_max` keeps more",
+            ),
+            false => (format!("{found} whole ones"), "verify the log: records of it are damaged or gone"),
+        };
+        not_replayable(&self.options.run, what, expected, found, todo)
+    }
+
+    fn ages(&self, step: u64, groups: &[Group], recipe: &Recipe) -> Ages {
+        Ages::of(groups, recipe.max_staleness, |version| {
+            self.made.get(&version).map(|made| step.saturating_sub(*made))
+        })
+    }
+
+    /// Has a learner go on from where the one `before` is at `step`; without one, from the checkpoint that the run
+    /// started from, which has to be as it was.
+    fn take_over(
+        &self,
+        before: Option<Box<dyn Learner>>,
+        mut learner: Box<dyn Learner>,
+        step: u64,
+    ) -> Result<Box<dyn Learner>> {
+        let is_first = before.is_none();
+        if let Some(mut before) = before {
+            before.save(&Progress { step, ..Progress::default() })?;
+        }
+        let loaded = learner.load(&self.place())?.map_or(0, |progress| progress.step);
+        if loaded != step {
+            return Err(input(
+                "scratch",
+                "an empty directory",
+                format!("a training checkpoint of step {loaded}"),
+            ));
+        }
+        if is_first {
+            let (expected, found) = (self.start.weights_digest, digest(&mut *learner, 0)?);
+            if expected != found {
+                let what = format!("weights of {}", self.place().hf_checkpoint.display());
+                let todo = "give the checkpoint that the run started from (`hf_checkpoint`)";
+                return Err(not_replayable(&self.options.run, what, expected, found, todo));
+            }
+        }
+        Ok(learner)
+    }
+
+    fn place(&self) -> Workspace {
+        let ReplayOptions { run, scratch, hf_checkpoint, .. } = &self.options;
+        Workspace {
+            save: scratch.clone(),
+            hf_checkpoint: hf_checkpoint.clone().unwrap_or_else(|| self.start.hf_checkpoint.clone()),
+            log: run.join(LOG),
+            store: String::new(),
+            run: self.record.run.clone(),
+            run_id: self.record.run_id.map_or_else(String::new, |id| id.to_string()),
+            model: MODEL.to_owned(),
+            baseline: scratch.join(BASELINE),
+            keep: 1,
+            anchor_every: None,
+            anchor_share: None,
+        }
+    }
+}
+
+/// The version that is asked for, or the newest; how many steps led to it, and the digest of its weights. None, if the
+/// run recorded no version.
+fn target(metrics: &[StepMetrics], to: Option<u64>) -> Result<Option<(u64, u64, ContentDigest)>> {
+    let published = metrics.iter().filter_map(|step| {
+        let version = step.publication.as_ref()?;
+        Some((version.version, step.rollout_id + 1, version.weights_digest?))
+    });
+    let versions: Vec<_> = published.collect();
+    let (Some((first, ..)), Some((last, ..))) = (versions.first(), versions.last()) else { return Ok(None) };
+    let to = to.unwrap_or(*last);
+    match versions.iter().find(|(version, ..)| *version == to) {
+        Some(found) => Ok(Some(*found)),
+        None => Err(input("to", format!("a version that the run recorded, from {first} to {last}"), to)),
+    }
+}
+
+/// The first figure of a step that differs: its name, what the run recorded, and what came now.
+fn difference(recorded: &StepMetrics, stats: StepStats, skipped: bool) -> Option<(String, String, String)> {
+    if recorded.skipped != skipped {
+        let told = |skipped| if skipped { "a step that is not finite" } else { "a finite step" }.to_owned();
+        return Some(("result".to_owned(), told(recorded.skipped), told(skipped)));
+    }
+    // A share of the time that the step took.
+    let figures = |stats| serde_json::to_value(StepStats { mfu: 0.0, ..stats }).unwrap_or_default();
+    let (then, now) = (figures(recorded.stats), figures(stats));
+    let (then, now) = (then.as_object()?, now.as_object()?);
+    let number = |value: Option<&serde_json::Value>| value.and_then(serde_json::Value::as_f64);
+    let differing = then.iter().find(|(name, then)| match (number(Some(then)), number(now.get(*name))) {
+        (Some(then), Some(now)) => (then - now).abs() > NEAR * then.abs().max(now.abs()),
+        (then, now) => then != now,
+    });
+    let (name, then) = differing?;
+    Some((name.clone(), then.to_string(), now.get(name).map_or_else(String::new, ToString::to_string)))
+}
+
+/// The digest of a learner's weights after `step`.
+fn digest(learner: &mut dyn Learner, step: u64) -> Result<ContentDigest> {
+    match learner.snapshot(step)? {
+        Weights::Tensors(snapshot) => Ok(weights_digest(&Tables::of(&*snapshot)?.tensors)),
+        Weights::Published(_) => Err(Error::Bug { what: "a replay publishes" }),
+    }
+}
+
+fn not_replayable(
+    run: &std::path::Path,
+    what: impl ToString,
+    expected: impl ToString,
+    found: impl ToString,
+    todo: &'static str,
+) -> Error {
+    let (what, expected, found) = (what.to_string(), expected.to_string(), found.to_string());
+    Error::NotReplayable { path: run.to_owned(), what, expected, found, todo }
+}
+
+fn differs(
+    step: u64,
+    of: u64,
+    what: impl ToString,
+    expected: impl ToString,
+    found: impl ToString,
+    todo: &'static str,
+) -> Error {
+    let (what, expected, found) = (what.to_string(), expected.to_string(), found.to_string());
+    Error::Differs { step, of, what, expected, found, todo }
+}
