@@ -363,3 +363,184 @@ fn differs(
     let (what, expected, found) = (what.to_string(), expected.to_string(), found.to_string());
     Error::Differs { step, of, what, expected, found, todo }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::learner::{Batch, Stepped};
+    use crate::ledger::Ledger;
+    use crate::metrics::{MetricsFile, PublicationMetrics};
+    use crate::options::LearnOptions;
+    use driftless_buffer::{Identity, Log, Options, Sample, Scalars};
+    use driftless_transport::{Dtype, Tensors};
+
+    /// Its one weight grows by the learning rate for each token that is trained on. Step 1 is not finite.
+    #[derive(Default)]
+    struct Counter {
+        rate: f64,
+        weight: f32,
+        saved: PathBuf,
+    }
+
+    impl Learner for Counter {
+        fn describe(&self) -> String {
+            "counter".to_owned()
+        }
+
+        fn load(&mut self, place: &Workspace) -> Result<Option<Progress>> {
+            self.saved = place.save.join("weight");
+            let Ok(text) = std::fs::read_to_string(&self.saved) else { return Ok(None) };
+            let (step, weight) = serde_json::from_str(&text).unwrap();
+            self.weight = weight;
+            Ok(Some(Progress { step, ..Progress::default() }))
+        }
+
+        fn log_probs(&mut self, _: &Batch<'_>) -> Result<Vec<Vec<f32>>> {
+            Ok(Vec::new())
+        }
+
+        fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped> {
+            if batch.rollout_id == 1 {
+                return Ok(Stepped::NotFinite("loss".to_owned()));
+            }
+            let trained: usize = batch.samples.iter().map(crate::learner::Sample::trained).sum();
+            self.weight += self.rate as f32 * trained as f32;
+            Ok(Stepped::Done(StepStats { loss: self.weight.into(), mfu: 0.5, ..StepStats::default() }))
+        }
+
+        fn snapshot(&mut self, _: u64) -> Result<Weights> {
+            Ok(Weights::Tensors(Box::new(weights(self.weight))))
+        }
+
+        fn save(&mut self, progress: &Progress) -> Result<()> {
+            let text = serde_json::to_string(&(progress.step, self.weight)).unwrap();
+            std::fs::write(&self.saved, text).unwrap();
+            Ok(())
+        }
+
+        fn save_hf(&mut self, _: &std::path::Path) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn weights(weight: f32) -> Tensors<'static> {
+        Tensors::new().tensor("weight", Dtype::F32, [1], weight.to_le_bytes().to_vec()).unwrap()
+    }
+
+    fn digest_of(weight: f32) -> ContentDigest {
+        weights_digest(&Tables::of(&weights(weight)).unwrap().tensors)
+    }
+
+    /// A run of as many steps as losses, one sample of two tokens each, with other options from step 2 on. A version
+    /// follows each step.
+    fn run(losses: &[f64], mode: Option<u64>) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let start = Start { hf_checkpoint: "hf".into(), weights_digest: digest_of(0.0) };
+        RunRecord { run: "r".into(), start: Some(start), ..RunRecord::default() }.write(dir.path()).unwrap();
+        let identity = Identity { run_id: [1; 16], model: MODEL.into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path().join(LOG), Options::new(identity)).unwrap();
+        let mut ledger = Ledger::open(dir.path()).unwrap();
+        let mut metrics = MetricsFile::open(&dir.path().join(METRICS), 0).unwrap();
+        for (step, loss) in (0..).zip(losses) {
+            let span = |start, version| driftless_buffer::VersionSpan { start, end: start + 1, version };
+            let sample = Sample {
+                scalars: Scalars { sample_id: step, group_id: step, ..Scalars::default() },
+                prompt_len: 1,
+                tokens: &[1, 2, 3],
+                log_probs: &[-1.0; 2],
+                loss_mask: &[1; 2],
+                spans: &[span(0, 0), span(1, step)],
+                ..Sample::default()
+            };
+            log.append(&sample).unwrap().wait().unwrap();
+            let record = log.reader().get(Position(step)).unwrap().unwrap();
+            let recipe = Recipe {
+                learn: LearnOptions::default().with_lr(if step < 2 { 1.0 } else { 4.0 }),
+                temperature: 1.0,
+                n_samples_per_prompt: 1,
+                max_staleness: mode,
+                learner: Some("counter".into()),
+            };
+            ledger.note(step, &[step], vec![ledger::digest(&record)], recipe).unwrap();
+            let publication = PublicationMetrics {
+                version: step + 1,
+                weights_digest: Some(digest_of(*loss as f32)),
+                ..PublicationMetrics::default()
+            };
+            let (skipped, publication) = (step == 1, Some(publication));
+            let stats = StepStats { loss: if skipped { 0.0 } else { *loss }, ..StepStats::default() };
+            let step =
+                StepMetrics { rollout_id: step, skipped, stats, publication, ..StepMetrics::default() };
+            metrics.append(&step).unwrap();
+        }
+        let versions = (0..4).map(|version| format!("{{\"version\":{version},\"step\":{version}}}\n"));
+        std::fs::write(dir.path().join("versions.jsonl"), versions.collect::<String>()).unwrap();
+        dir
+    }
+
+    fn replayed(dir: &std::path::Path, to: Option<u64>) -> Result<(Replayed, Vec<(u64, u64)>)> {
+        let (scratch, mut told) = (tempfile::tempdir().unwrap(), Vec::new());
+        let make = |recipe: &Recipe| -> Result<Box<dyn Learner>> {
+            Ok(Box::new(Counter { rate: recipe.learn.lr, ..Counter::default() }))
+        };
+        let options = ReplayOptions::new(dir, scratch.path()).with_to(to);
+        replay(&options, make, |step, of| told.push((step, of))).map(|replayed| (replayed, told))
+    }
+
+    #[test]
+    fn replay_skips_what_was_skipped_and_takes_other_options_over() {
+        let dir = run(&[2.0, 2.0, 10.0, 18.0], None);
+        let (replayed_all, told) = replayed(dir.path(), None).unwrap();
+        let expected = Replayed { version: 4, weights_digest: digest_of(18.0), steps: 4, versions: 4 };
+        assert_eq!((replayed_all, told), (expected, vec![(1, 4), (2, 4), (3, 4), (4, 4)]));
+        assert_eq!(replayed(dir.path(), Some(2)).unwrap().0.weights_digest, digest_of(2.0));
+        // Of step 3 the first token is of version 0, and too old.
+        let dir = run(&[2.0, 2.0, 10.0, 14.0], Some(2));
+        assert_eq!(replayed(dir.path(), None).unwrap().0.weights_digest, digest_of(14.0));
+    }
+
+    #[test]
+    fn step_that_differs_first_is_named() {
+        let differing = |losses: &[f64]| match replayed(run(losses, None).path(), None) {
+            Err(Error::Differs { step, what, expected, found, .. }) => (step, what, expected, found),
+            other => panic!("{other:?}"),
+        };
+        let figure = differing(&[2.0, 2.0, 10.0, 18.5]);
+        assert_eq!(figure, (3, "loss".to_owned(), "18.5".to_owned(), "18.0".to_owned()));
+        let (step, what, ..) = differing(&[2.0, 3.0, 10.0, 18.5]);
+        assert_eq!((step, what.as_str()), (1, "digest of the weights"));
+    }
+
+    #[test]
+    fn what_a_run_did_not_keep_is_named() {
+        let refused = |file: &str, old: &str, new: &str| {
+            let dir = run(&[2.0, 2.0, 10.0], None);
+            let path = dir.path().join(file);
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(old), "{text}");
+            std::fs::write(&path, text.replace(old, new)).unwrap();
+            replayed(dir.path(), None).unwrap_err().to_string()
+        };
+        for (file, old, new, words) in [
+            ("run.json", "start", "then", "run.json: expected `start`"),
+            (
+                METRICS,
+                "weights_digest",
+                "then",
+                "metrics.jsonl: expected a version with the digest of its weights",
+            ),
+            (METRICS, "\"rollout_id\":1", "\"rollout_id\":9", "step 1 in metrics.jsonl"),
+            ("ledger.jsonl", "\"samples\"", "\"then\"", "step 0 in ledger.jsonl"),
+            ("ledger.jsonl", "\"learner\":\"counter\"", "\"learner\":null", "the learner of step 0"),
+            ("ledger.jsonl", "\"groups\":[2]", "\"groups\":[7]", "step 2 in the log: expected 1 groups"),
+        ] {
+            let refused = refused(file, old, new);
+            assert!(refused.contains("cannot be replayed") && refused.contains(words), "{refused}");
+        }
+        let dir = run(&[2.0], None);
+        let refused = |to| replayed(dir.path(), Some(to)).unwrap_err().to_string();
+        assert_eq!(refused(7), "to: expected a version that the run recorded, from 1 to 1, found 7");
+        std::fs::remove_file(dir.path().join("run.json")).unwrap();
+        assert!(refused(1).contains("run.json: expected the record of a run"));
+    }
+}
