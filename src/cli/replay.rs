@@ -1,17 +1,15 @@
 //! `driftless replay`: a run once more, without engines.
 
-use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::error::Result;
 use crate::cli::shared::output::{Output, say};
-use crate::cli::shared::signals::end_on_signals;
 use crate::cli::shared::{numbers, paths};
 use crate::cli::train::deterministic;
 use driftless::torch::{Settings, TorchLearner};
 use driftless::trainer::learner::Learner;
 use driftless::trainer::replay::{Recipe, ReplayOptions, Replayed, replay};
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::io::ErrorKind;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::time::SystemTime;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -43,12 +41,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
-    let scratch = Arc::new(Scratch::make()?);
-    let interrupted = scratch.clone();
-    end_on_signals(move || {
-        interrupted.remove();
-        "the replay".to_owned()
-    })?;
+    let scratch = Scratch::new();
     let options = ReplayOptions::new(args.run, &scratch.dir);
     let options = options.with_to(args.to).with_hf_checkpoint(args.hf_checkpoint);
     let same = |step, of| say(&format!("step {step} of {of}: same as the run"));
@@ -80,23 +73,21 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn make() -> Result<Self> {
-        let dir = std::env::temp_dir().join(format!("driftless-replay-{}", std::process::id()));
-        let made = DirBuilder::new().mode(0o700).create(&dir);
-        made.map_err(|source| Error::Io { path: dir.clone(), source })?;
-        Ok(Scratch { dir })
-    }
-
-    /// What cannot be removed is told of, and stays.
-    fn remove(&self) {
-        if let Err(error) = std::fs::remove_dir_all(&self.dir) {
-            tracing::warn!(dir = %self.dir.display(), %error, "the directory of the replay was not removed");
-        }
+    /// No other process has one of this name now, and none before had it at this time.
+    fn new() -> Self {
+        let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
+        let name = format!("driftless-replay-{}-{since}", std::process::id());
+        Scratch { dir: std::env::temp_dir().join(name) }
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        self.remove();
+        // It is made only where a run went on with other options.
+        if let Err(error) = std::fs::remove_dir_all(&self.dir)
+            && error.kind() != ErrorKind::NotFound
+        {
+            tracing::warn!(dir = %self.dir.display(), %error, "the directory of the replay was not removed");
+        }
     }
 }

@@ -141,7 +141,11 @@ fn replay_of_a_run_is_the_same_to_the_digest() {
     let retired = log.retain(&Retention { bytes_max: Some(64 << 10), ..Retention::default() });
     assert!(retired.expect("segments go").records > 0);
     drop(log);
-    refused(&mut replay(&trimmed), 1, &["cannot be replayed: step 0 in the log", "was trimmed"]);
+    refused(
+        &mut replay(&trimmed),
+        1,
+        &["cannot be replayed: groups of step 0 in ledger.jsonl", "was trimmed"],
+    );
 
     // Steps that learned in another way, by a program that is not here, from another checkpoint.
     let once = |text: &str, old: &str, new: &str| text.replacen(old, new, 1);
@@ -161,7 +165,7 @@ fn replay_of_a_run_is_the_same_to_the_digest() {
         text.lines().map(line).collect()
     };
     let other = edited(&run, "foreign", "ledger.jsonl", foreign);
-    refused(&mut replay(&other), 1, &["learner of step 0", "a process of its own"]);
+    refused(&mut replay(&other), 1, &["learner of step 0 in ledger.jsonl", "a process of its own"]);
     let other = edited(&run, "older", "ledger.jsonl", |text| text.replace("\"samples\"", "\"then\""));
     refused(&mut replay(&other), 1, &["step 0 in ledger.jsonl", "releases before"]);
     let start = crate::common::cold_start(&dir.path().join("other"), 1, "bfloat16");
@@ -170,4 +174,25 @@ fn replay_of_a_run_is_the_same_to_the_digest() {
         1,
         &["cannot be replayed: weights of", "--hf-checkpoint"],
     );
+}
+
+/// Options that change on the way are taken over with the critic and the reference; the run's critic is left alone.
+#[test]
+fn replay_of_a_run_with_a_critic_leaves_that_alone() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let critic = stage.dir.join("critic").display().to_string();
+    let ppo = ["--advantage-estimator", "ppo", "--num-steps-per-rollout", "2", "--kl-coef", "0.05"];
+    let more =
+        ["--ref-update-interval", "2", "--critic-lr", "1e-2", "--critic-save", &critic, "--deterministic"];
+    let engine = stage.start(Role::Engine, None);
+    let follower = stage.start(Role::Follower, None);
+    train(&stage, &[&ppo[..], &more].concat());
+    stage.steps += 1;
+    train(&stage, &[&ppo[..], &more, &["--value-clip", "0.3"]].concat());
+    drop((engine, follower));
+    let (run, before) = (stage.dir.join("rl"), files(Path::new(&critic)));
+    let replayed = crate::common::json(&mut replay(&run));
+    assert_eq!((&replayed["steps"], &replayed["versions"]), (&stage.steps.into(), &stage.steps.into()));
+    assert!(files(Path::new(&critic)) == before);
 }

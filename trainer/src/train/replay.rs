@@ -15,7 +15,7 @@ use super::record::{RunRecord, Start};
 use super::session::{BASELINE, LOG, METRICS};
 use super::take::{self, Ages};
 use super::{learn, versions};
-use crate::error::{Error, Result, input};
+use crate::error::{Error, Result, input, io};
 use crate::learner::{Learner, MODEL, Progress, Weights, Workspace};
 pub use crate::ledger::Recipe;
 use crate::ledger::{self, Learned};
@@ -35,7 +35,7 @@ const ELSEWHERE: &str = "replay it with the same release and libtorch, on the sa
 pub struct ReplayOptions {
     /// Directory of the run; it is only read.
     pub run: PathBuf,
-    /// A directory that learners may write to, where another one goes on from a step with other options.
+    /// Where a directory is made for a training checkpoint, if a learner goes on with other options. It is left there.
     pub scratch: PathBuf,
     /// The version to end with; the newest that the run recorded, if `None`.
     pub to: Option<u64>,
@@ -178,7 +178,7 @@ impl Plan {
             if last.replace(recipe) != Some(recipe) {
                 if recipe.learner.is_none() {
                     let (what, expected) =
-                        (format!("the learner of step {step}"), "the one that is built in");
+                        (format!("learner of step {step} in ledger.jsonl"), "the one that is built in");
                     let todo = "what another program computes cannot be done again here";
                     return Err(not_replayable(
                         &self.options.run,
@@ -230,16 +230,20 @@ impl Plan {
 
     /// Why the log has not all groups of a step.
     fn lacking(&self, step: u64, error: Error) -> Error {
-        let oldest = self.log.oldest();
-        let Error::IncompleteRollout { expected, found, .. } = error else { return error };
-        let (what, expected) = (format!("step {step} in the log"), format!("{expected} groups"));
-        let (found, todo) = match oldest > Position(0) {
-            true => (
-                format!("{found}, as what lay before position {} was trimmed", oldest.0),
+        let (Error::IncompleteRollout { expected, found, .. }, Position(oldest)) =
+            (&error, self.log.oldest())
+        else {
+            return error;
+        };
+        let what = format!("groups of step {step} in ledger.jsonl");
+        let (found, todo) = match oldest {
+            0 => (format!("{found} whole ones"), "verify the log: records of it are damaged or gone"),
+            _ => (
+                format!("{found}, as what lay before position {oldest} was trimmed"),
                 "a run with a larger `rollout_log_bytes_max` keeps more",
             ),
-            false => (format!("{found} whole ones"), "verify the log: records of it are damaged or gone"),
         };
+        let expected = format!("{expected} in the log");
         not_replayable(&self.options.run, what, expected, found, todo)
     }
 
@@ -259,6 +263,8 @@ impl Plan {
     ) -> Result<Box<dyn Learner>> {
         let is_first = before.is_none();
         if let Some(mut before) = before {
+            let scratch = &self.options.scratch;
+            std::fs::create_dir_all(scratch).map_err(io("create", scratch))?;
             before.save(&Progress { step, ..Progress::default() })?;
         }
         let loaded = learner.load(&self.place())?.map_or(0, |progress| progress.step);
@@ -483,7 +489,7 @@ mod tests {
         let make = |recipe: &Recipe| -> Result<Box<dyn Learner>> {
             Ok(Box::new(Counter { rate: recipe.learn.lr, ..Counter::default() }))
         };
-        let options = ReplayOptions::new(dir, scratch.path()).with_to(to);
+        let options = ReplayOptions::new(dir, scratch.path().join("scratch")).with_to(to);
         replay(&options, make, |step, of| told.push((step, of))).map(|replayed| (replayed, told))
     }
 
@@ -531,8 +537,18 @@ mod tests {
             ),
             (METRICS, "\"rollout_id\":1", "\"rollout_id\":9", "step 1 in metrics.jsonl"),
             ("ledger.jsonl", "\"samples\"", "\"then\"", "step 0 in ledger.jsonl"),
-            ("ledger.jsonl", "\"learner\":\"counter\"", "\"learner\":null", "the learner of step 0"),
-            ("ledger.jsonl", "\"groups\":[2]", "\"groups\":[7]", "step 2 in the log: expected 1 groups"),
+            (
+                "ledger.jsonl",
+                "\"learner\":\"counter\"",
+                "\"learner\":null",
+                "learner of step 0 in ledger.jsonl",
+            ),
+            (
+                "ledger.jsonl",
+                "\"groups\":[2]",
+                "\"groups\":[7]",
+                "groups of step 2 in ledger.jsonl: expected 1 in the log, found 0",
+            ),
         ] {
             let refused = refused(file, old, new);
             assert!(refused.contains("cannot be replayed") && refused.contains(words), "{refused}");
