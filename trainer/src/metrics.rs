@@ -196,8 +196,7 @@ pub struct Converged {
 pub struct PublicationMetrics {
     /// The version's number.
     pub version: u64,
-    /// Digest of its weights ([`weights_digest`](driftless_transport::tied::weights_digest)). Runs of earlier releases
-    /// have none.
+    /// Digest of its weights: of the digests of all tensors. Runs of earlier releases have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights_digest: Option<ContentDigest>,
     /// Bytes of the objects and the manifest.

@@ -13,6 +13,7 @@ mod take;
 mod update;
 mod versions;
 mod watched;
+mod weights;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};

@@ -8,12 +8,12 @@ use derive_setters::Setters;
 use driftless_buffer::{Group, Position, Reader};
 use driftless_store::ContentDigest;
 use driftless_transport::manifest::Tables;
-use driftless_transport::tied::weights_digest;
 use serde::Serialize;
 
 use super::record::{RunRecord, Start};
 use super::session::{BASELINE, LOG, METRICS};
 use super::take::{self, Ages};
+use super::weights::weights_digest;
 use super::{learn, versions};
 use crate::error::{Error, Result, input, io};
 use crate::learner::{Learner, MODEL, Progress, Weights, Workspace};

@@ -16,11 +16,11 @@ use driftless_transport::manifest::Manifest;
 use driftless_transport::publish::BaseMemory;
 use driftless_transport::publish::{Mode, Published, Step};
 use driftless_transport::snapshot::TensorInfo;
-use driftless_transport::tied::weights_digest;
 use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
 use super::converge::serves;
 use super::versions::Versions;
+use super::weights::weights_digest;
 use crate::error::{Error, Result};
 use crate::learner::MODEL;
 use crate::metrics::{PublicationMetrics, unix_us};
@@ -354,7 +354,7 @@ fn encoded_on_device(_: &Publisher) -> u64 {
 pub(super) fn measured(published: &Published) -> PublicationMetrics {
     PublicationMetrics {
         version: published.version.0,
-        weights_digest: Some(published.weights_digest),
+        weights_digest: Some(weights_digest(&published.manifest.tensors)),
         publication_bytes: published.publication_bytes,
         full_bytes: published.full_bytes,
         density: published.density(),

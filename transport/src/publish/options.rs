@@ -16,7 +16,6 @@ use crate::manifest::{Kind, Manifest, OBJECT_BYTES_MAX, Representation};
 use crate::replica::Applied;
 use crate::run::Run;
 use crate::sign::{SignKey, TrustKey};
-use crate::tied::weights_digest;
 
 /// Smallest limit on the size of an object: one piece of every element type has to fit.
 const OBJECT_BYTES_MIN: u64 = 2 * PIECE_UNIT as u64;
@@ -290,8 +289,8 @@ pub struct Published {
     pub label: String,
     /// Its identity.
     pub manifest_digest: ContentDigest,
-    /// Its weights', whatever the manifest says besides ([`weights_digest`]).
-    pub weights_digest: ContentDigest,
+    /// What committed it.
+    pub manifest: Manifest,
     /// What was published.
     pub kind: Kind,
     /// Why it was published in full, if it was.
@@ -330,7 +329,7 @@ impl Published {
             version: applied.version,
             label: applied.label(),
             manifest_digest: applied.manifest_digest,
-            weights_digest: weights_digest(&manifest.tensors),
+            manifest: manifest.clone(),
             kind: Kind::Delta,
             full_because: None,
             left_out: Vec::new(),
