@@ -133,7 +133,7 @@ impl Plan {
         let lacks = |what: &str, expected: &str| not_replayable(run, what, expected, "none", OLDER);
         let record = RunRecord::read(run)?;
         let record = record.ok_or_else(|| {
-            let todo = "give the directory that the run has as `save`";
+            let todo = "give the directory of its state, with its checkpoints and its log";
             not_replayable(run, "run.json", "the record of a run", "none", todo)
         })?;
         let start = record.start.clone();

@@ -334,8 +334,7 @@ impl Publisher {
         self.standing = Standing::InSync;
         self.follow_commit(&committed);
         self.devices.keep(&Sliced::whole(snapshot)?, &done, committed.identity());
-        let published = self.report(committed, full_because, encode, begin.elapsed())?;
-        Ok(Published { left_out, ..published })
+        Ok(Published { left_out, ..self.report(committed, full_because, encode, begin.elapsed())? })
     }
 
     fn next_version(&self) -> Result<Version> {
@@ -485,12 +484,11 @@ impl Publisher {
 
     fn report(
         &self,
-        committed: Committed,
+        Committed { manifest, digest }: Committed,
         full_because: Option<FullBecause>,
         encode: Duration,
         total: Duration,
     ) -> Result<Published> {
-        let Committed { manifest, digest } = committed;
         let signature = self.options.sign_key.as_ref().map_or(0, |_| signature_bytes());
         Ok(Published {
             version: manifest.version,
