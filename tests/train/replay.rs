@@ -1,13 +1,14 @@
 //! `driftless replay`: a run of two sets of options, again from its log.
 
 use crate::algorithms::copy;
-use crate::common::{code, driftless, output};
+use crate::common::{Process, code, driftless, output};
 use crate::stage::{Role, SAMPLES, Stage, cold_start};
 use crate::{steps, train};
 use driftless::buffer::sample::{ColumnId, Element};
 use driftless::buffer::{Kind, Log, Options, Position, Reader, Record, Retention, Sample};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -178,7 +179,7 @@ fn replay_of_a_run_is_the_same_to_the_digest() {
 
 /// Options that change on the way are taken over with the critic and the reference; the run's critic is left alone.
 #[test]
-fn replay_of_a_run_with_a_critic_leaves_that_alone() {
+fn replay_of_a_killed_run_with_a_critic_is_the_same() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut stage = Stage::new(dir.path(), &cold_start(dir.path()));
     let critic = stage.dir.join("critic").display().to_string();
@@ -187,6 +188,10 @@ fn replay_of_a_run_with_a_critic_leaves_that_alone() {
         ["--ref-update-interval", "2", "--critic-lr", "1e-2", "--critic-save", &critic, "--deterministic"];
     let engine = stage.start(Role::Engine, None);
     let follower = stage.start(Role::Follower, None);
+    let mut doomed = stage.command(Role::Trainer);
+    doomed.args(ppo).args(more).env("DRIFTLESS_KILL_AT", "train.checkpoint:2");
+    let status = Process::start("trainer", &stage.dir, &mut doomed).wait();
+    assert_eq!(status.signal(), Some(9), "{status:?}");
     train(&stage, &[&ppo[..], &more].concat());
     stage.steps += 1;
     train(&stage, &[&ppo[..], &more, &["--value-clip", "0.3"]].concat());
