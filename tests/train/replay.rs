@@ -136,6 +136,23 @@ fn replay_of_a_run_is_the_same_to_the_digest() {
     let sample = format!("sample {} of group {taken}", taken * SAMPLES);
     refused(&mut replay(&forged), 1, &["step 2 of 5", &sample, "log show RUN --step 1"]);
 
+    // A byte was changed: its record is damaged.
+    let damaged = copy_of(&run, "damaged");
+    let record = Reader::open(damaged.join("log")).expect("a log").sample(taken * SAMPLES);
+    let log_probs: Vec<u8> = record
+        .expect("a record")
+        .expect("a sample")
+        .log_probs()
+        .iter()
+        .flat_map(|value| value.to_le_bytes())
+        .collect();
+    let segment = damaged.join("log/segment-00000000000000000000.log");
+    let mut bytes = std::fs::read(&segment).expect("a segment");
+    let at = bytes.windows(log_probs.len()).position(|bytes| bytes == log_probs).expect("its place");
+    bytes[at] ^= 1;
+    std::fs::write(&segment, bytes).expect("a segment");
+    refused(&mut replay(&damaged), 1, &["groups of step 1 in ledger.jsonl", "3 whole ones; verify the log"]);
+
     // Old records were removed.
     let trimmed = copy_of(&run, "trimmed");
     let log = rewritten(&trimmed, 4 << 10, |_, _| {});

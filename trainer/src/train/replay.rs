@@ -86,7 +86,7 @@ pub fn replay(
             (before, Some((_, after))) => plan.take_over(before, after, step)?,
             (None, None) => return Err(Error::Bug { what: "a step has no learner" }),
         };
-        let groups = take::groups(&plan.log, step, &learned.groups, recipe.n_samples_per_prompt)?;
+        let groups = plan.groups(step, learned, recipe)?;
         let ages = plan.ages(step, &groups, recipe);
         let (stats, not_finite) = learn::step(&mut *learner, step, &groups, &ages, &recipe.learn)?;
         if let Some((what, expected, found)) = difference(recorded, stats, not_finite.is_some()) {
@@ -199,8 +199,7 @@ impl Plan {
     }
 
     fn check_samples(&self, step: u64, learned: &Learned, recipe: &Recipe) -> Result<()> {
-        let groups = take::groups(&self.log, step, &learned.groups, recipe.n_samples_per_prompt);
-        let groups = groups.map_err(|error| self.lacking(step, error))?;
+        let groups = self.groups(step, learned, recipe)?;
         let of = self.steps.len() as u64;
         let records: Vec<_> = groups.iter().flat_map(|group| &group.records).collect();
         let changed =
@@ -226,6 +225,11 @@ impl Plan {
                 Err(differs(step, of, what, format!("the one of digest {expected}"), found, changed))
             }
         }
+    }
+
+    fn groups(&self, step: u64, learned: &Learned, recipe: &Recipe) -> Result<Vec<Group>> {
+        let groups = take::groups(&self.log, step, &learned.groups, recipe.n_samples_per_prompt);
+        groups.map_err(|error| self.lacking(step, error))
     }
 
     /// Why the log has not all groups of a step.
