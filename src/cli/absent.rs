@@ -1,4 +1,4 @@
-//! `driftless serve` and `driftless quantize`, in a build without libtorch.
+//! `driftless serve`, `quantize` and `replay`, in a build without libtorch.
 
 use crate::cli::shared::error::{Result, absent};
 use crate::cli::shared::output::Output;

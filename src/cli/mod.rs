@@ -22,6 +22,8 @@ mod quantize;
 mod relay;
 mod repair;
 #[cfg(feature = "torch")]
+mod replay;
+#[cfg(feature = "torch")]
 mod serve;
 mod shared;
 mod status;
@@ -103,6 +105,10 @@ commands! {
     Quantize: quantize,
     #[cfg(not(feature = "torch"))]
     Quantize: absent,
+    #[cfg(feature = "torch")]
+    Replay: replay,
+    #[cfg(not(feature = "torch"))]
+    Replay: absent,
     Publish: publish,
     Follow: follow,
     Fleet: fleet,

@@ -370,7 +370,7 @@ fn run_without_a_version_is_shown_as_one() {
 }
 
 #[test]
-fn a_plain_build_says_what_train_serve_and_quantize_want() {
+fn a_plain_build_says_what_needs_libtorch() {
     let version = driftless().arg("--version").output().expect("a version").stdout;
     if String::from_utf8_lossy(&version).contains("torch") {
         assert!(std::env::var_os("DRIFTLESS_TEST_COMMAND").is_none(), "the lanes' command has no libtorch");
@@ -378,7 +378,7 @@ fn a_plain_build_says_what_train_serve_and_quantize_want() {
     }
     let train = ["train", "--save", "x", "--hf-checkpoint", "y"];
     let sft = ["train", "--loss-type", "sft_loss", "--save", "x"];
-    for args in [&sft[..], &["serve", "--help"], &["quantize", "x", "y"], &train] {
+    for args in [&sft[..], &["serve", "--help"], &["quantize", "x", "y"], &["replay", "x"], &train] {
         let words = refused(driftless().args(args));
         assert!(words.contains("--features torch"), "{words}");
     }

@@ -74,6 +74,8 @@ fn deltas_rebuild_the_quantised_version_that_engines_load() {
             "{publication}"
         );
     }
+    let replayed = run(driftless().arg("replay").arg(dir.path().join("rl")));
+    assert!(replayed.contains("version 2 is the same"), "{replayed}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod common;
 mod fp8;
 mod prompts;
 mod ranks;
+mod replay;
 #[path = "../common/stage.rs"]
 mod stage;
 

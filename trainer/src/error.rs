@@ -330,6 +330,40 @@ pub enum Error {
         /// The state directory.
         path: PathBuf,
     },
+    /// A run cannot be done again: it did not keep what that needs.
+    #[error("the run in {path} cannot be replayed: {what}: expected {expected}, found {found}; {todo}")]
+    NotReplayable {
+        /// The state directory.
+        path: PathBuf,
+        /// The file, the step or the checkpoint.
+        what: String,
+        /// What it has to be.
+        expected: String,
+        /// What it is.
+        found: String,
+        /// What to do about it.
+        todo: &'static str,
+    },
+    /// A step comes out otherwise than the run recorded.
+    #[error(
+        "step {} of {of}, which `ledger.jsonl` has as {step}, is not what the run did: {what}: expected {expected}, found \
+         {found}; {todo}",
+        step + 1
+    )]
+    Differs {
+        /// The step, from 0.
+        step: u64,
+        /// Steps that were to be done.
+        of: u64,
+        /// The sample, the figure or the digest.
+        what: String,
+        /// What the run recorded.
+        expected: String,
+        /// What it is now.
+        found: String,
+        /// What to do about it.
+        todo: &'static str,
+    },
     /// What pushes versions into engines cannot be set up.
     #[error("weights cannot be pushed")]
     PushSetUp {

@@ -28,4 +28,4 @@ mod train;
 
 pub use chat::{ChatTemplate, LossMask};
 pub use error::{Error, Result};
-pub use train::{Event, Observer, Outcome, TrainOptions, train};
+pub use train::{Event, Observer, Outcome, TrainOptions, replay, train};

@@ -1,6 +1,7 @@
 //! What a step did, one JSON line a step: the data of the final table and of the report's plots.
 
 use crate::error::{Error, Result, io};
+use driftless_store::ContentDigest;
 use driftless_transport::gc::Phases;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -195,6 +196,9 @@ pub struct Converged {
 pub struct PublicationMetrics {
     /// The version's number.
     pub version: u64,
+    /// Digest of its weights: of the digests of all tensors. Runs of earlier releases have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_digest: Option<ContentDigest>,
     /// Bytes of the objects and the manifest.
     pub publication_bytes: u64,
     /// Bytes of the same version in full.

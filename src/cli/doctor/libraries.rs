@@ -48,12 +48,13 @@ struct Facts {
 pub(super) fn look(nccl: Option<PathBuf>) -> Vec<Finding> {
     let build = Group("build");
     let torch = match cfg!(feature = "torch") {
-        true => {
-            build.ok("libtorch", "linked: `train` learns in this process; `serve` and `quantize` are here")
-        }
+        true => build.ok(
+            "libtorch",
+            "linked: `train` learns in this process; `serve`, `quantize` and `replay` are here",
+        ),
         false => build.note(
             "libtorch",
-            "not in this build: `train` wants a --learner, and `serve` and `quantize` are not here",
+            "not in this build: `train` wants a --learner, and `serve`, `quantize` and `replay` are not here",
             "if you need these: `cargo xtask setup`, then cargo install --locked --path . --features torch",
         ),
     };

@@ -130,7 +130,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 17] = [
+const FLAGS: [(&str, &str); 18] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -147,6 +147,7 @@ const FLAGS: [(&str, &str); 17] = [
     ("ranks", "--ranks"),
     ("relay address", "--listen, with --token-file"),
     ("sign key", "--sign-key"),
+    ("to", "--to"),
     ("trust key", "--trust-key"),
 ];
 
@@ -215,6 +216,9 @@ fn trainer_hint(error: &driftless::trainer::Error) -> Option<String> {
              --engine URL"
         )),
         Trainer::Transport(error) => transport_hint(error),
+        Trainer::Differs { step, .. } => {
+            Some(format!("`driftless log show RUN --step {step}` prints what it learned from"))
+        }
         _ => None,
     }
 }

@@ -359,7 +359,7 @@ fn check_directories(args: &Args) -> Result<()> {
 /// Has libtorch compute the same bits each time. For a GPU the process begins once more, with the environment
 /// that cuBLAS looks at.
 #[cfg(feature = "torch")]
-fn deterministic(device: &str) -> Result<()> {
+pub(crate) fn deterministic(device: &str) -> Result<()> {
     with_settings(&[(device != "cpu", &[CUBLAS_WORKSPACE])])?;
     set_deterministic();
     Ok(())

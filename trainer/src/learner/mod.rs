@@ -173,6 +173,12 @@ pub trait Learner: Send {
         false
     }
 
+    /// What another learner like this one is made with, beside its [`LearnOptions`](crate::options::LearnOptions): it
+    /// then makes the same weights of the same samples. `None` of one that nothing else can make.
+    fn settings(&self) -> Option<serde_json::Value> {
+        None
+    }
+
     /// Takes up the newest checkpoint below [`Workspace::save`], and says how far that is; without one, begins
     /// with the weights of [`Workspace::hf_checkpoint`]. Called before any other method, and again after
     /// [`crate::Error::LearnerLost`].

@@ -6,19 +6,29 @@ use driftless_buffer::{Group, Record};
 
 use super::take::Ages;
 use crate::advantage;
-use crate::learner::{Batch, Sample};
-use crate::metrics::{self, StepMetrics};
+use crate::error::Result;
+use crate::learner::{Batch, Learner, Sample, Stepped};
+use crate::metrics::{self, StepMetrics, StepStats};
 use crate::options::{Estimator, LearnOptions};
 use crate::rollout::raw_reward;
 
-/// The samples of a rollout with their advantages, without the tokens that are too old. Token ids, log-probs and masks are read where they lie in
-/// the log's map.
-pub(super) fn batch<'a>(
-    rollout_id: u64,
-    groups: &'a [Group],
+/// The optimiser step of a rollout: what it was like, and which quantity was not finite, if one was.
+pub(super) fn step(
+    learner: &mut dyn Learner,
+    rollout: u64,
+    groups: &[Group],
     ages: &Ages,
     options: &LearnOptions,
-) -> Batch<'a> {
+) -> Result<(StepStats, Option<String>)> {
+    Ok(match learner.step(&batch(rollout, groups, ages, options))? {
+        Stepped::Done(stats) => (stats, None),
+        Stepped::NotFinite(what) => (StepStats::default(), Some(what)),
+    })
+}
+
+/// The samples of a rollout with their advantages, without the tokens that are too old. Token ids, log-probs and masks are read where they lie in
+/// the log's map.
+fn batch<'a>(rollout_id: u64, groups: &'a [Group], ages: &Ages, options: &LearnOptions) -> Batch<'a> {
     let mut records: Vec<&Record> = groups.iter().flat_map(|group| &group.records).collect();
     if options.advantage_estimator == Estimator::RejectionSampling {
         let (rewards, groups, rollouts) = columns(&records);

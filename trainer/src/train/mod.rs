@@ -7,11 +7,13 @@ mod door;
 mod learn;
 mod options;
 mod record;
+pub mod replay;
 mod session;
 mod take;
 mod update;
 mod versions;
 mod watched;
+mod weights;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -22,8 +24,8 @@ use driftless_transport::{Snapshot, Version};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::learner::{Learner, Stepped, Weights};
-use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics, StepStats};
+use crate::learner::{Learner, Weights};
+use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
 use crate::options::{Debug, Mode, UpdateWeightMode};
 use session::Session;
 use take::Taken;
@@ -217,6 +219,7 @@ impl Session<'_> {
             let published = updates.publish_reference(self.options.start())?;
             self.converge(update::measured(&published), None)?;
         }
+        self.note_start()?;
         if let Some(unfinished) = self.unfinished.take() {
             self.complete(unfinished)?;
         } else if let Some(label) = self.label()? {
@@ -260,14 +263,10 @@ impl Session<'_> {
             return Ok(described);
         }
         let begin = Instant::now();
-        let batch = learn::batch(rollout, &groups, &ages, &self.options.learn);
-        let (stats, skipped) = match self.learner.step(&batch)? {
-            Stepped::Done(stats) => (stats, false),
-            Stepped::NotFinite(what) => {
-                self.skip(rollout, what)?;
-                (StepStats::default(), true)
-            }
-        };
+        let learn = &self.options.learn;
+        let (stats, not_finite) = learn::step(&mut *self.learner, rollout, &groups, &ages, learn)?;
+        let skipped = not_finite.is_some();
+        not_finite.map_or(Ok(()), |what| self.skip(rollout, what))?;
         fail::fail_point!("train.step");
         let train_ms = milliseconds(begin.elapsed());
         let mut step = StepMetrics { stats, skipped, train_ms, ..described };

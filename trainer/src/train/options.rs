@@ -246,6 +246,15 @@ impl TrainOptions {
         Ok(())
     }
 
+    /// How many steps old the weights may be of tokens that are trained on, if that is bounded.
+    pub(super) fn oldest(&self) -> Option<u64> {
+        match self.mode {
+            Mode::Bounded { max_staleness } => Some(max_staleness),
+            Mode::Synchronous if self.mask_offpolicy_in_partial_rollout => Some(0),
+            Mode::Synchronous | Mode::OneStepOff => None,
+        }
+    }
+
     /// Prompts under way beyond those of a rollout.
     pub(super) fn surplus(&self) -> u64 {
         self.over_sampling_batch_size.map_or(0, |all| all.saturating_sub(self.rollout_batch_size))

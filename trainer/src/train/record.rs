@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use driftless_store::ContentDigest;
 use driftless_transport::RunId;
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +21,15 @@ pub(super) struct Data {
     pub(super) prompts: Option<String>,
 }
 
+/// What the run's first step started from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Start {
+    /// [`TrainOptions::hf_checkpoint`](super::TrainOptions::hf_checkpoint), from the root of the file system.
+    pub(super) hf_checkpoint: PathBuf,
+    /// Digest of the weights of version 0.
+    pub(super) weights_digest: ContentDigest,
+}
+
 /// What the file holds.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct RunRecord {
@@ -32,6 +42,9 @@ pub(super) struct RunRecord {
     /// Absent until a loop that keeps it has started the run.
     #[serde(default)]
     pub(super) data: Option<Data>,
+    /// Absent before version 0, and where the loop does not publish.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) start: Option<Start>,
 }
 
 impl RunRecord {

@@ -21,13 +21,13 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::changes::{Changes, Engine};
 use super::coming::Coming;
 use super::door::{Door, Keeper};
-use super::record::{Data, RunRecord};
+use super::record::{Data, RunRecord, Start as Begun};
 use super::update::{self, Updates};
 use super::versions::Versions;
 use super::{Event, Observer, TrainOptions, options, watched};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, MetricsFile, StepMetrics};
 use crate::options::{Debug, Mode};
 use crate::push::Pusher;
@@ -35,13 +35,13 @@ use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts};
 use crate::seed::first_bits;
 
 /// The file of what each step did.
-const METRICS: &str = "metrics.jsonl";
+pub(super) const METRICS: &str = "metrics.jsonl";
 /// The loop's cursor in the log.
 const CONSUMER: &str = "trainer";
 /// The directory of the rollout log.
-const LOG: &str = "log";
+pub(super) const LOG: &str = "log";
 /// The directory of the publisher's baseline.
-const BASELINE: &str = "baseline";
+pub(super) const BASELINE: &str = "baseline";
 
 /// A run in progress.
 pub(super) struct Session<'o> {
@@ -180,6 +180,27 @@ impl<'o> Session<'o> {
         self.record.write(&self.options.save)
     }
 
+    /// Remembers what the first step starts from, once it is published.
+    pub(super) fn note_start(&mut self) -> Result<()> {
+        let updates = self.updates.as_ref().filter(|_| self.record.start.is_none());
+        let Some(weights_digest) = updates.and_then(Updates::start) else { return Ok(()) };
+        let start = self.options.hf_checkpoint.as_path();
+        let hf_checkpoint = std::path::absolute(start).map_err(io("name", start))?;
+        self.record.start = Some(Begun { hf_checkpoint, weights_digest });
+        self.record.write(&self.options.save)
+    }
+
+    /// How steps learn from now on.
+    pub(super) fn recipe(&self) -> Recipe {
+        Recipe {
+            learn: self.options.learn.clone(),
+            temperature: self.options.sampling.temperature,
+            n_samples_per_prompt: self.options.n_samples_per_prompt,
+            max_staleness: self.options.oldest(),
+            learner: self.learner.settings(),
+        }
+    }
+
     /// Has the learner take up its newest checkpoint, and goes back to the step of that.
     pub(super) fn load(&mut self) -> Result<()> {
         let progress = match self.options.debug {
@@ -220,7 +241,7 @@ impl<'o> Session<'o> {
         let options = self.options;
         let mut policy = Policy::new(options.mode, options.rollout_batch_size, options.num_rollout);
         (policy.surplus, policy.partial) = (options.surplus(), options.partial_rollout);
-        let taken = self.ledger.steps().clone();
+        let taken = self.ledger.groups();
         Queue::open(policy, &self.log.reader(), options.n_samples_per_prompt, self.step, taken)
     }
 

@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use driftless_buffer::{Group, Record};
+use driftless_buffer::{Group, Reader, Record};
 
 use super::session::Session;
 use super::update::milliseconds;
 use super::{LOOK_AFTER, learn};
 use crate::error::{Error, Result};
 use crate::learner::Sample;
+use crate::ledger;
 use crate::metrics::StepMetrics;
-use crate::options::Mode;
 use crate::rollout::{self, PromptNote};
 
 /// How far the weights that learn are ahead of those that generated.
@@ -24,6 +24,13 @@ pub(super) struct Ages {
 }
 
 impl Ages {
+    /// Those of groups, given that of a version, as far as it is known. Tokens that are older than `max` are too old.
+    pub(super) fn of(groups: &[Group], max: Option<u64>, age: impl FnMut(u64) -> Option<u64>) -> Self {
+        let mut age = age;
+        let known = |version| Some((version, age(version)?));
+        Ages { steps: learn::versions(groups).into_iter().filter_map(known).collect(), max }
+    }
+
     /// The leading response tokens that are not trained on: those up to the last that is too old.
     pub(super) fn stale(&self, record: &Record) -> usize {
         let Some(max) = self.max else { return 0 };
@@ -60,7 +67,7 @@ impl Session<'_> {
         let wait = Instant::now();
         let (numbers, groups, ages) = loop {
             let numbers = self.wait_for_groups(step)?;
-            let groups = self.groups(step, &numbers)?;
+            let groups = groups(&self.log.reader(), step, &numbers, self.options.n_samples_per_prompt)?;
             let ages = self.ages(step, &groups);
             let queue = self.queue()?.clone();
             let stale: Vec<u64> = if queue.has_taken(step) {
@@ -77,7 +84,8 @@ impl Session<'_> {
                 queue.leave_out(group);
             }
         };
-        self.ledger.note(step, &numbers)?;
+        let samples = groups.iter().flat_map(|group| &group.records).map(ledger::digest).collect();
+        self.ledger.note(step, &numbers, samples, self.recipe())?;
         let since = self.queue()?.take(step, numbers);
         let generated = StepMetrics {
             rollout_id: step,
@@ -124,18 +132,6 @@ impl Session<'_> {
         }
     }
 
-    fn groups(&self, step: u64, numbers: &[u64]) -> Result<Vec<Group>> {
-        let (log, answers) = (self.log.reader(), self.options.n_samples_per_prompt);
-        let groups: Vec<_> =
-            numbers.iter().filter_map(|group| rollout::group(&log, *group, answers)).collect();
-        let (expected, found) = (numbers.len() as u64, groups.len() as u64);
-        if found == expected {
-            Ok(groups)
-        } else {
-            Err(Error::IncompleteRollout { rollout: step, expected, found })
-        }
-    }
-
     /// What the prompt of each group is from: a file, or what made it up.
     pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
         let log = self.log.reader();
@@ -149,20 +145,31 @@ impl Session<'_> {
     /// How old the weights were that generated these groups. Old versions may be neither in the run's directory nor in
     /// the store any more.
     fn ages(&mut self, step: u64, groups: &[Group]) -> Ages {
-        let max = match self.options.mode {
-            Mode::Bounded { max_staleness } => Some(max_staleness),
-            Mode::Synchronous if self.options.mask_offpolicy_in_partial_rollout => Some(0),
-            Mode::Synchronous | Mode::OneStepOff => None,
-        };
         let updates = &mut self.updates;
-        let age = |version| match updates.as_mut().map(|updates| updates.step_of(version)) {
-            None => Some((version, 0)),
-            Some(Ok(made)) => Some((version, step.saturating_sub(made))),
-            Some(Err(error)) => {
-                tracing::warn!(version, %error, "staleness is measured without a version whose step is unknown");
-                None
+        Ages::of(groups, self.options.oldest(), |version| {
+            match updates.as_mut().map(|updates| updates.step_of(version)) {
+                None => Some(0),
+                Some(Ok(made)) => Some(step.saturating_sub(made)),
+                Some(Err(error)) => {
+                    tracing::warn!(
+                        version,
+                        %error,
+                        "staleness is measured without a version whose step is unknown"
+                    );
+                    None
+                }
             }
-        };
-        Ages { steps: learn::versions(groups).into_iter().filter_map(age).collect(), max }
+        })
+    }
+}
+
+/// The groups of these numbers, of so many answers each, that `step` learns from.
+pub(super) fn groups(log: &Reader, step: u64, numbers: &[u64], answers: u64) -> Result<Vec<Group>> {
+    let groups: Vec<_> = numbers.iter().filter_map(|group| rollout::group(log, *group, answers)).collect();
+    let (expected, found) = (numbers.len() as u64, groups.len() as u64);
+    if found == expected {
+        Ok(groups)
+    } else {
+        Err(Error::IncompleteRollout { rollout: step, expected, found })
     }
 }

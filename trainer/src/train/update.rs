@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use driftless_bridge::engine::{Attached, LiveWeights};
 use driftless_bridge::fleet::Newest;
 use driftless_bridge::{Fleet, Label};
+use driftless_store::ContentDigest;
 use driftless_transport::activate::Compared;
 use driftless_transport::gc::{Ack, Phases};
 use driftless_transport::manifest::Manifest;
@@ -19,6 +20,7 @@ use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
 use super::converge::serves;
 use super::versions::Versions;
+use super::weights::weights_digest;
 use crate::error::{Error, Result};
 use crate::learner::MODEL;
 use crate::metrics::{PublicationMetrics, unix_us};
@@ -111,6 +113,12 @@ impl Updates {
         self.versions.note(version, step)
     }
 
+    /// Digest of the weights of version 0, if the store still tells it.
+    pub(super) fn start(&self) -> Option<ContentDigest> {
+        let committed = self.run.get(MODEL, Version(0)).ok()?;
+        Some(weights_digest(&committed.manifest.tensors))
+    }
+
     /// As [`publish_reference`].
     pub(super) fn publish_reference(&mut self, dir: &Path) -> Result<Published> {
         let published = publish_reference(self.publisher()?, dir)?;
@@ -191,6 +199,7 @@ impl Updates {
         let manifest = self.run.get(MODEL, version)?.manifest;
         Ok(PublicationMetrics {
             version: version.0,
+            weights_digest: Some(weights_digest(&manifest.tensors)),
             publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64,
             full_bytes: manifest.tensor_bytes(),
             density: manifest.changed as f64 / manifest.elements().max(1) as f64,
@@ -345,6 +354,7 @@ fn encoded_on_device(_: &Publisher) -> u64 {
 pub(super) fn measured(published: &Published) -> PublicationMetrics {
     PublicationMetrics {
         version: published.version.0,
+        weights_digest: Some(weights_digest(&published.manifest.tensors)),
         publication_bytes: published.publication_bytes,
         full_bytes: published.full_bytes,
         density: published.density(),

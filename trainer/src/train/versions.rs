@@ -7,7 +7,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::lines::{Lines, Opened};
+use crate::lines::{self, Lines, Opened};
+
+/// Its name.
+const FILE: &str = "versions.jsonl";
 
 /// A line of the file.
 #[derive(Serialize, Deserialize)]
@@ -26,9 +29,8 @@ pub(super) struct Versions {
 impl Versions {
     /// Reads the file, or begins it. What a torn line said may still be in the store.
     pub(super) fn open(save: &Path) -> Result<Self> {
-        let Opened { lines, said } = Lines::open(save.join("versions.jsonl"))?;
-        let steps = said.into_iter().map(|line: Line| (line.version, line.step)).collect();
-        Ok(Versions { lines, steps })
+        let Opened { lines, said } = Lines::open(save.join(FILE))?;
+        Ok(Versions { lines, steps: by_version(said) })
     }
 
     /// The optimiser step of a version.
@@ -45,6 +47,15 @@ impl Versions {
     }
 }
 
+/// The optimiser step of each version that the run in `save` knows.
+pub(super) fn read(save: &Path) -> Result<BTreeMap<u64, u64>> {
+    Ok(by_version(lines::read(&save.join(FILE))?))
+}
+
+fn by_version(lines: Vec<Line>) -> BTreeMap<u64, u64> {
+    lines.into_iter().map(|line| (line.version, line.step)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -58,6 +69,7 @@ mod tests {
         let mut torn = File::options().append(true).open(dir.path().join("versions.jsonl")).unwrap();
         torn.write_all(b"{\"version\":2,\"st").unwrap();
         Versions::open(dir.path()).unwrap().note(3, 4).unwrap();
+        assert_eq!(read(dir.path()).unwrap(), [(1, 2), (3, 4)].into());
         let versions = Versions::open(dir.path()).unwrap();
         assert_eq!([1, 2, 3].map(|version| versions.step_of(version)), [Some(2), None, Some(4)]);
     }

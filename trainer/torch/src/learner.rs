@@ -25,6 +25,7 @@ use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::ranks::{Failed, Listening, Others, OverNccl, RANKS_MAX, RankOptions, Ranks, Star};
+use crate::settings::Settings;
 use crate::snapshot::{self, SHARD_BYTES_MAX};
 use crate::trained::Trained;
 
@@ -319,6 +320,10 @@ impl Learner for TorchLearner {
             (_, Some(ranks)) => format!("{} ranks, libtorch on {}", ranks.ranks, self.options.device),
             _ => format!("libtorch on {}", self.options.device),
         }
+    }
+
+    fn settings(&self) -> Option<serde_json::Value> {
+        serde_json::to_value(Settings::of(&self.options)).ok()
     }
 
     fn load(&mut self, place: &Workspace) -> LoopResult<Option<Progress>> {

@@ -10,6 +10,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
@@ -58,9 +59,18 @@ pub fn set_threads(count: usize) -> Result<()> {
     }
 }
 
+/// Whether this process was told to be deterministic.
+static DETERMINISTIC: AtomicBool = AtomicBool::new(false);
+
+/// Whether [`set_deterministic`] was called.
+pub(crate) fn is_deterministic() -> bool {
+    DETERMINISTIC.load(Relaxed)
+}
+
 /// Has libtorch compute the same bits for the same inputs from now on, in this process (`--deterministic`). It
 /// refuses operations that cannot. cuBLAS wants to be told before CUDA's first use: see [`CUBLAS_WORKSPACE`].
 pub fn set_deterministic() {
+    DETERMINISTIC.store(true, Relaxed);
     // SAFETY: both are C++ functions of libtorch 2.11, which `tch` links: `at::Context& at::globalContext()`, and
     // `void at::Context::setDeterministicAlgorithms(bool, bool)`, which takes the context as a method does, in
     // front. The context lives as long as the process, and the flags are plain ones that are read at each

@@ -4,9 +4,8 @@ use driftless_delta::DigestTable;
 use driftless_store::ContentDigest;
 
 use super::{File, Tensor};
-use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::snapshot::{AuxFile, Snapshot as _};
+use crate::snapshot::{AuxFile, Snapshot};
 
 /// The tables of a version: its tensors and files, and how many elements changed.
 #[derive(Debug)]
@@ -20,16 +19,16 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// The tables of a version that is a checkpoint directory: every tensor's digest, and no objects. Reads
+    /// The tables of a snapshot, such as a checkpoint directory: every tensor's digest, and no objects. Reads
     /// every byte.
     ///
     /// # Errors
     /// [`Error::Codec`] if a tensor's bytes are no whole elements; [`Error::TensorMismatch`] for a shape that
-    /// overflows.
-    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
+    /// overflows; what reading the tensors meets.
+    pub fn of(snapshot: &dyn Snapshot) -> Result<Self> {
         let mut tables = Self { tensors: Vec::new(), files: Vec::new(), changed: 0 };
-        for (index, info) in checkpoint.tensors().iter().enumerate() {
-            let digest = DigestTable::of(info.dtype.element(), &checkpoint.bytes(index)?)
+        for (index, info) in snapshot.tensors().iter().enumerate() {
+            let digest = DigestTable::of(info.dtype.element(), &snapshot.bytes(index)?)
                 .map_err(|source| Error::Codec { tensor: info.name.clone(), source })?
                 .total();
             tables.changed += info.elements()?;
@@ -49,7 +48,7 @@ impl Tables {
             blake3: ContentDigest::of(file.bytes()),
             parts: Vec::new(),
         };
-        tables.files = checkpoint.files().iter().map(file).collect();
+        tables.files = snapshot.files().iter().map(file).collect();
         Ok(tables)
     }
 }

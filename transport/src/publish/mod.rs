@@ -304,7 +304,7 @@ impl Publisher {
         self.options.reference_dir = Some(dir.to_path_buf());
         let (dir, version) = (dir.to_path_buf(), committed.clone());
         self.move_baseline(&committed, move |replica| replica.adopt(&dir, &version));
-        self.report(&committed, None, encode, begin.elapsed())
+        self.report(committed, None, encode, begin.elapsed())
     }
 
     /// Publishes `snapshot` as the next version and returns once it is committed.
@@ -334,8 +334,7 @@ impl Publisher {
         self.standing = Standing::InSync;
         self.follow_commit(&committed);
         self.devices.keep(&Sliced::whole(snapshot)?, &done, committed.identity());
-        let published = self.report(&committed, full_because, encode, begin.elapsed())?;
-        Ok(Published { left_out, ..published })
+        Ok(Published { left_out, ..self.report(committed, full_because, encode, begin.elapsed())? })
     }
 
     fn next_version(&self) -> Result<Version> {
@@ -485,17 +484,16 @@ impl Publisher {
 
     fn report(
         &self,
-        committed: &Committed,
+        Committed { manifest, digest }: Committed,
         full_because: Option<FullBecause>,
         encode: Duration,
         total: Duration,
     ) -> Result<Published> {
-        let manifest = &committed.manifest;
         let signature = self.options.sign_key.as_ref().map_or(0, |_| signature_bytes());
         Ok(Published {
             version: manifest.version,
             label: manifest.label(),
-            manifest_digest: committed.digest,
+            manifest_digest: digest,
             kind: manifest.kind,
             full_because,
             left_out: Vec::new(),
@@ -506,6 +504,7 @@ impl Publisher {
             elements: manifest.elements(),
             encode,
             upload: total.saturating_sub(encode),
+            manifest,
         })
     }
 }

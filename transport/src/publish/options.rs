@@ -289,6 +289,8 @@ pub struct Published {
     pub label: String,
     /// Its identity.
     pub manifest_digest: ContentDigest,
+    /// What committed it.
+    pub manifest: Manifest,
     /// What was published.
     pub kind: Kind,
     /// Why it was published in full, if it was.
@@ -327,6 +329,7 @@ impl Published {
             version: applied.version,
             label: applied.label(),
             manifest_digest: applied.manifest_digest,
+            manifest: manifest.clone(),
             kind: Kind::Delta,
             full_because: None,
             left_out: Vec::new(),

@@ -197,7 +197,7 @@ impl Publisher {
             self.discard(&part_key(&root, &rank.attempt, number)?);
         }
         self.follow_commit(&committed);
-        self.report(&committed, full_because, encode, begin.elapsed())
+        self.report(committed, full_because, encode, begin.elapsed())
     }
 
     /// Waits until the version that `part` belongs to is committed.

@@ -182,7 +182,7 @@ pub(super) const HOUSES: &[House] = &[
             &["critic", "policy"],
             &["checkpoint", "learn", "snapshot"],
             &["engine", "lent", "tasks"],
-            &["learner", "sft"],
+            &["learner", "settings", "sft"],
         ],
     },
 ];
