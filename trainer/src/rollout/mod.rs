@@ -234,7 +234,7 @@ impl Rollouts {
         }
         let (mut whole, mut begun) = (Vec::new(), Vec::new());
         let numbers: Vec<u64> = known.iter().map(|(_, known)| known.number).collect();
-        let mut pieces = pieces::read(&self.log.reader(), &numbers)?;
+        let mut pieces = tokio::task::block_in_place(|| pieces::read(&self.log.reader(), &numbers))?;
         for (_, mut known) in known {
             self.check_prompt(&known)?;
             let answers = answers_of(known.number, self.options.n_samples_per_prompt)?;
