@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use driftless_bridge::activate::{DiskActivator, DiskOptions};
-use driftless_bridge::engine::{LiveWeights, PauseMode};
+use driftless_bridge::engine::{Drawn, LiveWeights, PauseMode, Piece};
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::sglang::conformance::{self, Subject};
 use driftless_bridge::sglang::{Client, Dialect};
@@ -108,6 +108,36 @@ fn activation_under_load() {
             assert_eq!(runtime.block_on(busy).unwrap().unwrap().output_ids.len(), 30);
         }
     }
+}
+
+/// An answer that is aborted goes on behind the tokens that it has, as if the engine had read them.
+#[test]
+fn answer_that_is_aborted_goes_on_behind_its_tokens() {
+    let Some(subject) = subject() else { return };
+    let _turn = ENGINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let runtime = Runtime::new().unwrap();
+    let fleet = fleet(&runtime, &subject);
+    let request = |sample, input_ids, max_new_tokens| {
+        let greedy =
+            SamplingParams { temperature: 0.0, max_new_tokens, ignore_eos: true, ..Default::default() };
+        GenerateRequest::new(Rid::new(8, sample), input_ids, greedy)
+    };
+    let (long, mut kept) = (request(0, vec![1, 2, 3], subject.long_tokens), Drawn::default());
+    let mut told = |piece: Piece<'_>| kept.push(piece);
+    let abort = async {
+        while subject.client.loads().await.unwrap().iter().all(|load| load.num_running_reqs == 0) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        subject.client.abort(&long.rid).await.unwrap();
+    };
+    let both = async { tokio::join!(fleet.stream(long.clone(), None, &mut told), abort) };
+    let whole = runtime.block_on(both).0.unwrap();
+    assert_eq!(whole.output_ids.len(), subject.long_tokens as usize);
+    assert_eq!(whole.rid, long.rid.next_attempt());
+    let behind = whole.output_ids.strip_prefix(&kept.output_ids[..]).unwrap();
+    let input_ids = [vec![1, 2, 3], kept.output_ids.clone()].concat();
+    let again = runtime.block_on(subject.client.generate(&request(1, input_ids, 8))).unwrap();
+    assert!(behind.starts_with(&again.output_ids), "{again:?} behind {} tokens: {behind:?}", kept.len());
 }
 
 #[test]

@@ -9,8 +9,9 @@ use driftless_store::chain_text;
 
 use super::keep::Keeper;
 use super::parts::{Kept, parts};
+use super::pieces::Durable;
 use super::record::{Answered, Scored};
-use super::{Begun, Rollouts, Underway};
+use super::{Begun, Rollouts};
 use crate::error::{Error, Result, input};
 use crate::metrics::unix_us;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
@@ -92,7 +93,7 @@ impl Rollouts {
         }
         let asked = unix_us(SystemTime::now()).cast_signed();
         let pieces = begun.pieces.get(&answer).map_or(&[][..], Vec::as_slice);
-        let underway = Underway::new(keeper, pieces, answer, *number, *seat);
+        let underway = Durable::new(keeper, pieces, answer, *number, *seat);
         let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), Some(&underway));
         let parts = self.task.generate(prompt, &turn).await?;
         check_count(&parts)?;

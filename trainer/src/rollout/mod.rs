@@ -16,7 +16,6 @@ mod record;
 pub use crate::schedule::Policy;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
-pub use pieces::Underway;
 pub use queue::{Dropped, Queue, Since};
 pub(crate) use record::leave_out;
 pub use record::{EvaluationNote, PromptNote};
@@ -32,7 +31,7 @@ use driftless_store::chain_text;
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 
 use crate::error::{Error, Result};
-use crate::sample::{Engines, Prompt, Turn, answers_of};
+use crate::sample::{Engines, Prompt, Turn, Underway, answers_of};
 use crate::schedule::Seen;
 use crate::seed::first_bits;
 use crate::tasks::Task;
@@ -266,7 +265,7 @@ impl Rollouts {
         sample: u64,
         sampling: &SamplingParams,
         minimum: Option<&'a Label>,
-        underway: Option<&'a Underway<'a>>,
+        underway: Option<&'a dyn Underway>,
     ) -> Turn<'a> {
         let sampling_seed = Some(sampling_seed(self.options.seed, sample));
         Turn {

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::keep::Keeper;
 use crate::error::Result;
 use crate::metrics::unix_us;
+use crate::sample::Underway;
 use crate::seed::first_bits;
 
 /// The metadata of a piece, as JSON.
@@ -75,7 +76,7 @@ pub(super) fn read(log: &Reader, groups: &[u64]) -> Result<Pieces> {
 }
 
 /// An answer that is under way: what the log has of it, and where its tokens go as they come.
-pub struct Underway<'a> {
+pub(super) struct Durable<'a> {
     keeper: &'a Keeper,
     pieces: &'a [Record],
     /// What the records of all its pieces share.
@@ -84,7 +85,7 @@ pub struct Underway<'a> {
     first_us: AtomicI64,
 }
 
-impl<'a> Underway<'a> {
+impl<'a> Durable<'a> {
     /// The answer of this number, of a group with this number and seat.
     pub(super) fn new(keeper: &'a Keeper, pieces: &'a [Record], answer: u64, group: u64, seat: u64) -> Self {
         let scalars = Scalars {
@@ -94,25 +95,27 @@ impl<'a> Underway<'a> {
             status: driftless_buffer::Finish::Abort.code(),
             ..Scalars::default()
         };
-        Underway { keeper, pieces, scalars, first_us: AtomicI64::new(0) }
+        Durable { keeper, pieces, scalars, first_us: AtomicI64::new(0) }
     }
 
     /// When its first token was heard of; 0 where its engine did not stream.
     pub(super) fn first_us(&self) -> i64 {
         self.first_us.load(Relaxed)
     }
+}
 
-    /// Lets the `nth` generation go on behind what the log has of it, and returns what keeps its further tokens.
-    pub(crate) fn go_on(
-        &self,
+impl Underway for Durable<'_> {
+    fn go_on<'a>(
+        &'a self,
         nth: u64,
         request: &mut GenerateRequest,
         minimum: Option<&Label>,
-    ) -> Writer<'_> {
+    ) -> Box<dyn FnMut(Piece<'_>) + Send + 'a> {
         let input = digest(&request.input_ids);
         request.drawn = drawn(self.pieces, nth, input, minimum, self.keeper.run());
         let note = PieceNote { nth, input, behind: request.drawn.len() as u64 };
-        Writer { underway: self, note, unsent: Drawn::default() }
+        let mut writer = Writer { answer: self, note, unsent: Drawn::default() };
+        Box::new(move |piece| writer.take(piece))
     }
 }
 
@@ -140,8 +143,8 @@ fn drawn(pieces: &[Record], nth: u64, input: u64, minimum: Option<&Label>, run: 
 }
 
 /// Keeps the tokens of one generation as they come.
-pub(crate) struct Writer<'a> {
-    underway: &'a Underway<'a>,
+struct Writer<'a> {
+    answer: &'a Durable<'a>,
     /// Of the next piece.
     note: PieceNote,
     /// Tokens that found no room: they go with the next.
@@ -150,12 +153,12 @@ pub(crate) struct Writer<'a> {
 
 impl Writer<'_> {
     /// Takes tokens that stay. They are durable soon; nothing waits for it.
-    pub(crate) fn take(&mut self, piece: Piece<'_>) {
+    fn take(&mut self, piece: Piece<'_>) {
         let now = unix_us(SystemTime::now());
-        let _ = self.underway.first_us.compare_exchange(0, now.cast_signed(), Relaxed, Relaxed);
+        let _ = self.answer.first_us.compare_exchange(0, now.cast_signed(), Relaxed, Relaxed);
         self.unsent.push(piece);
         let Some(chunk) = self.chunk(now) else { return };
-        if self.underway.keeper.piece(chunk) {
+        if self.answer.keeper.piece(chunk) {
             self.note.behind += self.unsent.len() as u64;
             self.unsent = Drawn::default();
         }
@@ -169,7 +172,7 @@ impl Writer<'_> {
         };
         let spans = self.unsent.spans.iter().map(span).collect::<Option<Vec<_>>>()?;
         let loss_mask = vec![1; self.unsent.len()];
-        let scalars = Scalars { clock_us, ..self.underway.scalars };
+        let scalars = Scalars { clock_us, ..self.answer.scalars };
         // Numbers are always JSON.
         let note = serde_json::to_vec(&self.note).unwrap_or_default();
         Some(Chunk { scalars, note, drawn: self.unsent.clone(), spans, loss_mask })

@@ -4,7 +4,7 @@ mod trajectory;
 mod turn;
 
 pub use trajectory::Trajectory;
-pub use turn::{Engines, Turn};
+pub use turn::{Engines, Turn, Underway};
 
 use std::fmt;
 

@@ -1,12 +1,11 @@
 //! A sample that is to be generated, and what generates.
 
 use async_trait::async_trait;
-use driftless_bridge::engine::Tell;
+use driftless_bridge::engine::{Piece, Tell};
 use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
 
 use super::{Prompt, Trajectory};
 use crate::error::Result;
-use crate::rollout::Underway;
 use crate::seed::mix;
 
 /// What generates: a fleet, or what stands in for one in tests.
@@ -36,6 +35,18 @@ impl Engines for Fleet {
     }
 }
 
+/// Keeps the tokens of an answer before it is finished.
+pub trait Underway: Sync {
+    /// Lets the `nth` generation of the answer, from 0, go on behind what was kept of it, unless that is older than
+    /// `minimum`. What it returns keeps further tokens.
+    fn go_on<'a>(
+        &'a self,
+        nth: u64,
+        request: &mut GenerateRequest,
+        minimum: Option<&Label>,
+    ) -> Box<dyn FnMut(Piece<'_>) + Send + 'a>;
+}
+
 /// One sample that is to be generated.
 pub struct Turn<'a> {
     /// Who generates.
@@ -57,7 +68,7 @@ pub struct Turn<'a> {
     /// Whether the sample is measured, and not learned from.
     pub evaluation: bool,
     /// What keeps its tokens before it is finished; nothing does if `None`.
-    pub underway: Option<&'a Underway<'a>>,
+    pub underway: Option<&'a dyn Underway>,
 }
 
 impl Turn<'_> {
@@ -107,8 +118,8 @@ impl Turn<'_> {
         let generation = match self.underway {
             None => self.engines.generate(request, self.minimum, &mut |_| {}).await,
             Some(underway) => {
-                let mut writer = underway.go_on(nth, &mut request, self.minimum);
-                self.engines.generate(request, self.minimum, &mut |piece| writer.take(piece)).await
+                let mut keep = underway.go_on(nth, &mut request, self.minimum);
+                self.engines.generate(request, self.minimum, &mut keep).await
             }
         };
         Ok(generation?)

@@ -76,7 +76,7 @@ fn with_surplus(partial: bool) -> Schedule {
 }
 
 #[test]
-fn surplus_groups_are_stopped_with_the_batch_and_begin_again_behind_it() {
+fn surplus_groups_are_stopped_with_the_batch_and_begin_again() {
     let mut schedule = with_surplus(false);
     assert_eq!(started(&mut schedule), [(0, 0), (1, 0), (2, 0), (3, 0)]);
     accept(&mut schedule, [2, 0]);

@@ -130,6 +130,7 @@ pub(super) const HOUSES: &[House] = &[
             &["error"],
             &["keys", "nccl", "tls"],
             &["http"],
+            &["events"],
             &["engine", "live"],
             &["sglang", "vllm"],
             &["kinds"],

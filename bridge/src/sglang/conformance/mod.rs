@@ -98,7 +98,6 @@ pub async fn run(subject: &Subject) -> Result<Report, Failure> {
         "malformed requests are 400": generate::malformed,
         "unknown sampling parameters": generate::unknown_parameter,
         "abort of one request": lifecycle::abort,
-        "an aborted answer goes on": lifecycle::continued,
         "abort matches prefixes": lifecycle::abort_prefix,
         "abort of an unknown request": lifecycle::abort_unknown,
         "flush": lifecycle::flush,
