@@ -15,6 +15,8 @@ use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use driftless_bridge::live::{PatchRefused, PluginReply};
+use futures_util::StreamExt as _;
+use futures_util::stream::{iter, pending};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
@@ -61,6 +63,8 @@ pub struct Server {
     pub calls: Vec<String>,
     /// Bodies of generations.
     pub generations: Vec<Value>,
+    /// After how many tokens a stream stands still.
+    pub stuck_after: Option<usize>,
     /// [`digest()`] of the weights of each label that means some.
     pub truths: BTreeMap<String, u64>,
     /// Every time that it carried the label of other weights than it had, or generated with a mixture.
@@ -348,10 +352,32 @@ async fn generate(shared: &Shared, body: &Value, cross: bool) -> Response {
         change.await;
     }
     let id = body["request_id"].as_str().unwrap();
+    if body["stream"] == true {
+        return stream(shared, body, id);
+    }
     axum::Json(json!({"id": format!("cmpl-{id}"), "object": "text_completion", "model": "policy", "choices": [{
         "index": 0, "text": "g", "finish_reason": "length", "stop_reason": null, "token_ids": [7],
         "prompt_token_ids": body["prompt"],
         "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.25], "text_offset": [0], "top_logprobs": [null]},
     }]}))
     .into_response()
+}
+
+/// All tokens that a stream may have, each the last digit of its place in prompt and answer, one an event.
+fn stream(shared: &Shared, body: &Value, id: &str) -> Response {
+    let (prompt, most) = (body["prompt"].as_array().unwrap().len(), body["max_tokens"].as_u64().unwrap());
+    let stuck_after = shared.lock().unwrap().stuck_after;
+    let event = |at: usize| {
+        let (token, finish) = ((prompt + at) % 10, (at + 1 == most as usize).then_some("length"));
+        let log_probs = json!({"tokens": [format!("token_id:{token}")], "token_logprobs": [-0.25]});
+        let choice = json!({"index": 0, "text": "", "finish_reason": finish, "token_ids": [token], "logprobs": log_probs});
+        let event = json!({"id": format!("cmpl-{id}"), "object": "text_completion", "choices": [choice]});
+        Ok::<_, std::convert::Infallible>(format!("data: {event}\n\n"))
+    };
+    let shown = stuck_after.unwrap_or(most as usize).min(most as usize);
+    let events: Vec<_> = (0..shown).map(event).collect();
+    let done = iter([Ok("data: [DONE]\n\n".to_owned())]);
+    let rest = if shown < most as usize { pending().right_stream() } else { done.left_stream() };
+    let body = axum::body::Body::from_stream(iter(events).chain(rest));
+    ([(axum::http::header::CONTENT_TYPE, "text/event-stream")], body).into_response()
 }

@@ -1,5 +1,6 @@
 //! A client of one vLLM server: the calls that the bridge uses, each with its deadline.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,10 +9,12 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::generate::{self, RawCompletion};
-use crate::engine::{ClientOptions, Comparison, Deadlines, Engine as _, GenerateRequest, Generation};
+use super::generate::{self, RawCompletion, RawFailure, Streamed};
+use crate::engine::{
+    ClientOptions, Comparison, Deadlines, Engine as _, GenerateRequest, Generation, Mismatch, Piece, Tell,
+};
 use crate::error::{Error, Result};
-use crate::http::{Call, Connection, Level, excerpt};
+use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::live::{PatchRefused, PluginReply};
 
 /// What a server without the calls that updates need is told.
@@ -136,12 +139,49 @@ impl Client {
     /// `POST /v1/completions`: one sample, and then the label, which such a reply does not say.
     pub(super) async fn completion(&self, request: &GenerateRequest) -> Result<Generation> {
         generate::check_request(request)?;
-        let body = generate::body(request);
+        let body = generate::body(request, false);
         let call = Call::post("/v1/completions", Level::Normal, Some(&body), self.deadlines.generate);
         let raw: RawCompletion = self.connection.json(call).await?;
         let label = self.weight_info().await?;
         raw.check(request, self.url(), label)
             .map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
+    }
+
+    /// As [`Client::completion`], and tells of tokens as they come, so many at a time, with the label that the server had
+    /// before the request.
+    pub(super) async fn stream(
+        &self,
+        request: &GenerateRequest,
+        interval: u32,
+        seen: Tell<'_>,
+    ) -> Result<Generation> {
+        generate::check_request(request)?;
+        let began = self.weight_info().await?.unwrap_or_default();
+        let body = generate::body(request, true);
+        let call = Call::post("/v1/completions", Level::Normal, Some(&body), self.deadlines.generate);
+        let malformed = |(expected, found): Mismatch| self.connection.malformed(call, &expected, &found);
+        let (mut streamed, mut told, mut finish) = (Streamed::default(), 0, None);
+        let take = |data: &[u8]| {
+            let raw: RawCompletion = self.connection.decode(call, data)?;
+            if let Some(RawFailure { code }) = raw.error {
+                let reply = Reply { status: code.unwrap_or(500), body: data.to_vec() };
+                return Err(self.connection.status_error(call, &reply));
+            }
+            finish = streamed.take(raw, request).map_err(malformed)?;
+            if finish.is_some() {
+                return Ok(ControlFlow::Break(()));
+            }
+            let (output_ids, log_probs) = (&streamed.output_ids[told..], &streamed.log_probs[told..]);
+            if told == 0 || output_ids.len() >= interval as usize {
+                told = streamed.output_ids.len();
+                seen(Piece { output_ids, log_probs, label: &began });
+            }
+            Ok(ControlFlow::Continue(()))
+        };
+        self.connection.events(call, take).await?;
+        let finish = finish.ok_or_else(|| malformed(generate::unfinished()))?;
+        let label = self.weight_info().await?;
+        streamed.whole(request, self.url(), finish, label).map_err(malformed)
     }
 
     /// A control call without a body, which answers with a word.

@@ -17,7 +17,7 @@ use driftless_transport::activate::Limit;
 use super::Client;
 use crate::engine::{
     About, Answer, Check, Comparison, Engine, Expected, GenerateRequest, Generation, Identity, Patched,
-    PauseMode, Reload, Rid, expect_label, local,
+    PauseMode, Reload, Rid, Tell, expect_label, local,
 };
 use crate::error::{Error, Result};
 
@@ -63,6 +63,15 @@ impl Engine for Client {
 
     fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation> {
         Box::pin(self.completion(request))
+    }
+
+    fn stream<'a>(
+        &'a self,
+        request: &'a GenerateRequest,
+        interval: u32,
+        seen: Tell<'a>,
+    ) -> Answer<'a, Generation> {
+        Box::pin(Client::stream(self, request, interval, seen))
     }
 
     /// Nothing to send: vLLM aborts a request when its client hangs up, as whoever gives one up has done.

@@ -24,9 +24,9 @@ pub(super) fn check_request(request: &GenerateRequest) -> Result<()> {
     Err(Error::Request { rid, what: "temperature", expected, found })
 }
 
-/// The body of `POST /v1/completions`. Everything is sent: the server's defaults may come from the model's
+/// The body of `POST /v1/completions`, of a stream or not. Everything is sent: the server's defaults may come from the model's
 /// `generation_config.json`.
-pub(super) fn body(request: &GenerateRequest) -> Value {
+pub(super) fn body(request: &GenerateRequest, stream: bool) -> Value {
     let params = &request.sampling;
     let mut body = json!({
         "request_id": request.rid.to_string(),
@@ -46,7 +46,7 @@ pub(super) fn body(request: &GenerateRequest) -> Value {
         "include_stop_str_in_output": true,
         "ignore_eos": params.ignore_eos,
         "n": 1,
-        "stream": false,
+        "stream": stream,
         "logprobs": 1,
         "return_token_ids": true,
         "return_tokens_as_token_ids": true,
@@ -58,10 +58,21 @@ pub(super) fn body(request: &GenerateRequest) -> Value {
     body
 }
 
+/// A reply, or an event of a stream, whose choice has new tokens only.
 #[derive(Debug, Deserialize)]
 pub(super) struct RawCompletion {
+    #[serde(default)]
     id: String,
+    #[serde(default)]
     choices: Vec<RawChoice>,
+    /// Of a stream, in place of the others.
+    pub(super) error: Option<RawFailure>,
+}
+
+/// Why a stream ends before its request does.
+#[derive(Debug, Deserialize)]
+pub(super) struct RawFailure {
+    pub(super) code: Option<u16>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -87,39 +98,78 @@ impl RawCompletion {
         engine: &str,
         label: Option<String>,
     ) -> Result<Generation, Mismatch> {
+        let mut streamed = Streamed::default();
+        let finish = streamed.take(self, request)?.ok_or_else(unfinished)?;
+        streamed.whole(request, engine, finish, label)
+    }
+}
+
+/// What a reply lacks that ends before its request does.
+pub(super) fn unfinished() -> Mismatch {
+    ("finish_reason stop, length or abort".to_owned(), "None".to_owned())
+}
+
+/// The tokens of a reply, as far as it has come.
+#[derive(Debug, Default)]
+pub(super) struct Streamed {
+    pub(super) output_ids: Vec<i32>,
+    pub(super) log_probs: Vec<f32>,
+}
+
+impl Streamed {
+    /// Takes the next piece, and checks it against the request. Returns why the request ended, if it did.
+    pub(super) fn take(
+        &mut self,
+        raw: RawCompletion,
+        request: &GenerateRequest,
+    ) -> Result<Option<Finish>, Mismatch> {
         let rid = request.rid.to_string();
-        if !self.id.contains(&rid) {
-            return Err((format!("an id with {rid}"), self.id));
+        if !raw.id.contains(&rid) {
+            return Err((format!("an id with {rid}"), raw.id));
         }
-        let [choice] = <[RawChoice; 1]>::try_from(self.choices)
+        let [choice] = <[RawChoice; 1]>::try_from(raw.choices)
             .map_err(|choices| ("one choice".to_owned(), choices.len().to_string()))?;
-        let output_ids = choice
+        let ids = choice
             .token_ids
             .ok_or_else(|| ("token_ids, as return_token_ids asks".to_owned(), "none".to_owned()))?;
         if choice.prompt_token_ids.as_ref().is_some_and(|prompt| *prompt != request.input_ids) {
             return Err(("the prompt's token ids".into(), "others".into()));
         }
-        let tokens = u32::try_from(output_ids.len()).unwrap_or(u32::MAX);
-        let most = request.sampling.max_new_tokens;
+        let (tokens, most) = (self.output_ids.len() + ids.len(), request.sampling.max_new_tokens as usize);
         if tokens > most {
             return Err((format!("at most {most} token_ids"), tokens.to_string()));
         }
-        let finish = finish(choice.finish_reason.as_deref())?;
-        let log_probs = log_probs(&output_ids, choice.logprobs)?;
+        let finish = choice.finish_reason.as_deref().map(finish).transpose()?;
+        self.log_probs.extend(log_probs(&ids, choice.logprobs)?);
+        self.output_ids.extend(ids);
+        Ok(finish)
+    }
+
+    /// The whole reply; `label` is what the server carried after it.
+    pub(super) fn whole(
+        self,
+        request: &GenerateRequest,
+        engine: &str,
+        finish: Finish,
+        label: Option<String>,
+    ) -> Result<Generation, Mismatch> {
+        let Self { output_ids, log_probs } = self;
+        // It was asked for with a bound that is one.
+        let end = u32::try_from(output_ids.len()).unwrap_or(u32::MAX);
         let label =
             label.ok_or_else(|| ("a weight_version of /weight_info".to_owned(), "none".to_owned()))?;
-        let spans = if tokens == 0 { Vec::new() } else { vec![VersionSpan { label, start: 0, end: tokens }] };
+        let spans = if end == 0 { Vec::new() } else { vec![VersionSpan { label, start: 0, end }] };
         let (rid, engine, spans_reported, retractions) = (request.rid, engine.to_owned(), false, 0);
         Ok(Generation { rid, engine, output_ids, log_probs, spans, spans_reported, finish, retractions })
     }
 }
 
-fn finish(reason: Option<&str>) -> Result<Finish, Mismatch> {
+fn finish(reason: &str) -> Result<Finish, Mismatch> {
     match reason {
-        Some("stop") => Ok(Finish::Stop),
-        Some("length") => Ok(Finish::Length),
-        Some("abort") => Ok(Finish::Abort { message: "the server aborted it".into() }),
-        other => Err(("finish_reason stop, length or abort".into(), format!("{other:?}"))),
+        "stop" => Ok(Finish::Stop),
+        "length" => Ok(Finish::Length),
+        "abort" => Ok(Finish::Abort { message: "the server aborted it".into() }),
+        other => Err(("finish_reason stop, length or abort".into(), other.into())),
     }
 }
 
@@ -198,7 +248,7 @@ mod tests {
     fn body_names_every_parameter_in_the_servers_words() {
         let mut request = request();
         request.sampling.sampling_seed = Some(u64::MAX);
-        let body = body(&request);
+        let body = body(&request, false);
         assert_eq!((&body["top_k"], &body["seed"], &body["max_tokens"]), (&json!(0), &json!(-1), &json!(2)));
         assert_eq!(body["request_id"], request.rid.to_string());
     }
@@ -211,5 +261,23 @@ mod tests {
         assert!(check_request(&request).is_ok());
         request.sampling.temperature = 0.7;
         assert!(matches!(check_request(&request), Err(Error::Request { what: "temperature", .. })));
+    }
+
+    #[test]
+    fn pieces_of_a_stream_come_to_its_whole() {
+        let piece = |ids: &[i32], finish: Value| {
+            let tokens: Vec<_> = ids.iter().map(|id| format!("{TOKEN_ID}{id}")).collect();
+            let log_probs = json!({ "tokens": tokens, "token_logprobs": vec![-0.5; ids.len()] });
+            let choice = json!({ "finish_reason": finish, "token_ids": ids, "logprobs": log_probs });
+            let piece = json!({"id": format!("cmpl-{}-0", Rid::new(1, 2)), "choices": [choice]});
+            serde_json::from_value::<RawCompletion>(piece).unwrap()
+        };
+        let mut streamed = Streamed::default();
+        assert_eq!(streamed.take(piece(&[5], json!(null)), &request()).unwrap(), None);
+        let finish = streamed.take(piece(&[6], json!("length")), &request()).unwrap().unwrap();
+        let (expected, _) = streamed.take(piece(&[7], json!(null)), &request()).unwrap_err();
+        assert!(expected.contains("at most 2"), "{expected}");
+        let whole = streamed.whole(&request(), "e", finish, Some("a".into())).unwrap();
+        assert_eq!((whole.output_ids, whole.log_probs), (vec![5, 6], vec![-0.5; 2]));
     }
 }

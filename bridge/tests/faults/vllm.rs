@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftless_bridge::activate::{DiskActivator, DiskOptions};
-use driftless_bridge::engine::PauseMode;
+use driftless_bridge::engine::{PauseMode, Piece};
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{
     ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams, connect,
@@ -252,6 +252,38 @@ fn fleet_reply_across_a_change_of_weights_is_thrown_away() {
     let made = runtime.block_on(sample).unwrap().unwrap();
     assert_eq!(made.spans[0].label, NEW);
     assert_eq!(vllm.server().generations.len(), 2, "the first one could not say which tokens were whose");
+}
+
+#[test]
+fn fleet_answer_goes_on_behind_its_tokens_on_another_kind() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = checkpoint(&dir.path().join("a"), 1, 4);
+    let (vllm, fake) = (Vllm::start(&path), Fake::start(&path));
+    vllm.server().label = NEW.into();
+    vllm.server().stuck_after = Some(70);
+    fake.engine().set_label(OLD);
+    fake.engine().is_long = true;
+    let (runtime, fleet) = fleet(&vllm, &[&fake], &path);
+    let newest: Label = NEW.parse().unwrap();
+    fleet.published(&newest);
+    let (told, pieces) = std::sync::mpsc::channel();
+    let answer = runtime.spawn({
+        let (fleet, mut request) = (fleet.clone(), request(1));
+        request.sampling.max_new_tokens = 100;
+        async move {
+            let mut tell = |piece: Piece<'_>| told.send(piece.output_ids.len()).unwrap();
+            fleet.stream(request, Some(&newest), &mut tell).await
+        }
+    });
+    assert_eq!((pieces.recv().unwrap(), pieces.recv().unwrap()), (1, 64), "the first one at once");
+    fake.engine().set_label(NEW);
+    // What comes back has no version.
+    vllm.restart();
+    let whole = runtime.block_on(answer).unwrap().unwrap();
+    let prompt = request(1).input_ids.len();
+    let expected: Vec<i32> = (prompt..prompt + 100).map(|place| (place % 10) as i32).collect();
+    assert_eq!((whole.output_ids, whole.spans.len()), (expected, 1));
+    assert_eq!(fake.engine().asked, [prompt + 65]);
 }
 
 #[test]
