@@ -118,8 +118,7 @@ impl Lease {
 
     /// Says whose failure a late reply is: the engine's, if it does not answer anything else either.
     async fn late(&self, after: Duration) -> Attempt {
-        let (engine, call) = (self.member.engine.url().to_owned(), "a generation".to_owned());
-        let error = Error::Deadline { engine, call, after };
+        let error = self.too_late(after);
         self.member.look().await;
         let is_up = self.member.state().up;
         if is_up { Attempt::Over(error) } else { Attempt::Again(error.to_string()) }
@@ -163,16 +162,21 @@ impl Lease {
             biased;
             reply = reply => reply?,
             () = crossed.notified() => return Ok(None),
-            () = self.silence(&heard) => {
-                let (engine, call) = (engine.url().to_owned(), "a generation".to_owned());
-                return Err(Error::Deadline { engine, call, after: SILENCE });
-            }
+            () = self.silence(&heard) => return Err(self.too_late(SILENCE)),
         };
         generation.validate(vocabulary)?;
         for span in &generation.spans {
             self.member.check_version("a generation", &span.label).await?;
         }
         Ok(Some((generation, began.filter(|_| !spans))))
+    }
+
+    fn too_late(&self, after: Duration) -> Error {
+        Error::Deadline {
+            engine: self.member.engine.url().to_owned(),
+            call: "a generation".to_owned(),
+            after,
+        }
     }
 
     /// Returns once nothing is heard of a request for a while, and its engine does not answer anything else either.

@@ -308,13 +308,13 @@ impl Fleet {
     /// Says that a version is about to be published. Until [`Fleet::published`], tokens wait for the end of their reply to
     /// say which version drew them.
     pub fn publishing(&self) {
-        self.roster.settled.unsettle();
+        self.roster.settled.set(None);
     }
 
     /// Says which version is the newest. Tokens that an engine draws with it, from the beginning of a request on, need not
     /// wait any more.
     pub fn published(&self, newest: &Label) {
-        self.roster.settled.settle(&newest.to_string());
+        self.roster.settled.set(Some(&newest.to_string()));
     }
 
     /// Waits until every engine that answers serves `label` or a later version of its run, and returns those

@@ -15,14 +15,9 @@ impl Settled {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From here on there may be a version behind any that is known.
-    pub(super) fn unsettle(&self) {
-        *self.label() = None;
-    }
-
-    /// This is the newest.
-    pub(super) fn settle(&self, label: &str) {
-        *self.label() = Some(label.to_owned());
+    /// This is the newest. With `None`, there may be one behind any that is known.
+    pub(super) fn set(&self, newest: Option<&str>) {
+        *self.label() = newest.map(str::to_owned);
     }
 
     /// Whether no version is behind the one of this label.
@@ -60,17 +55,17 @@ mod tests {
     fn version_is_known_until_another_may_come() {
         let settled = Settled::default();
         assert!(!Versions::new(&settled, Some("a")).know("a"), "nothing was said");
-        settled.settle("a");
+        settled.set(Some("a"));
         assert!(!Versions::new(&settled, None).know("a"), "it may have begun with another");
         let mut versions = Versions::new(&settled, Some("a"));
         assert!(versions.know("a") && versions.know("a"));
-        settled.unsettle();
+        settled.set(None);
         assert!(!versions.know("a"), "the next version may have drawn it");
-        settled.settle("b");
+        settled.set(Some("b"));
         assert!(!versions.know("b"), "the version before may have drawn it");
-        settled.settle("a");
+        settled.set(Some("a"));
         assert!(!versions.know("a"), "tokens before it are not known");
-        settled.settle("b");
+        settled.set(Some("b"));
         assert!(!Versions::new(&settled, Some("a")).know("a"), "an engine that is behind may come to it");
     }
 }
