@@ -2,13 +2,26 @@
 
 use std::ops::ControlFlow;
 
-use crate::error::Result;
-use crate::http::{Call, Connection};
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::http::{Call, Connection, Reply};
 
 /// What ends a stream, in place of an event.
 const DONE: &[u8] = b"[DONE]";
 
+/// Why a stream ends before its request does, in an event of its own.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Failure {
+    code: Option<u16>,
+}
+
 impl Connection {
+    /// The error of an event that is a failure.
+    pub(crate) fn failed(&self, call: Call<'_>, failure: &Failure, data: &[u8]) -> Error {
+        self.status_error(call, &Reply { status: failure.code.unwrap_or(500), body: data.to_vec() })
+    }
+
     /// Sends a call and hands out the data of each event, up to the end of the reply or until `take` breaks. The bound on a
     /// reply is one on an event.
     pub(crate) async fn events(

@@ -140,7 +140,7 @@ impl Lease {
         let spans = identity.as_ref().is_some_and(|identity| identity.spans);
         let began = if spans { serving } else { engine.label().await? };
         let vocabulary = self.member.expected.config.vocabulary;
-        let mut versions = Versions::new(&self.member.settled, began.as_deref());
+        let mut versions = Versions { settled: &self.member.settled, began: began.as_deref(), known: true };
         let (heard, crossed) = (AtomicU64::new(0), Notify::new());
         let mut seen = |piece: Piece<'_>| {
             heard.fetch_add(1, Relaxed);

@@ -27,19 +27,14 @@ impl Settled {
 }
 
 /// Follows one request, which began when its engine had this label.
-#[derive(Debug)]
 pub(super) struct Versions<'a> {
-    settled: &'a Settled,
-    began: Option<&'a str>,
+    pub(super) settled: &'a Settled,
+    pub(super) began: Option<&'a str>,
     /// Whether the version of each token was known so far.
-    known: bool,
+    pub(super) known: bool,
 }
 
-impl<'a> Versions<'a> {
-    pub(super) fn new(settled: &'a Settled, began: Option<&'a str>) -> Self {
-        Self { settled, began, known: true }
-    }
-
+impl Versions<'_> {
     /// Whether the tokens that come now, with this label, are of the version with that label, as all before them.
     pub(super) fn know(&mut self, label: &str) -> bool {
         self.known &= self.began == Some(label) && self.settled.is_newest(label);
@@ -51,21 +46,25 @@ impl<'a> Versions<'a> {
 mod tests {
     use super::*;
 
+    fn versions<'a>(settled: &'a Settled, began: Option<&'a str>) -> Versions<'a> {
+        Versions { settled, began, known: true }
+    }
+
     #[test]
     fn version_is_known_until_another_may_come() {
         let settled = Settled::default();
-        assert!(!Versions::new(&settled, Some("a")).know("a"), "nothing was said");
+        assert!(!versions(&settled, Some("a")).know("a"), "nothing was said");
         settled.set(Some("a"));
-        assert!(!Versions::new(&settled, None).know("a"), "it may have begun with another");
-        let mut versions = Versions::new(&settled, Some("a"));
-        assert!(versions.know("a") && versions.know("a"));
+        assert!(!versions(&settled, None).know("a"), "it may have begun with another");
+        let mut request = versions(&settled, Some("a"));
+        assert!(request.know("a") && request.know("a"));
         settled.set(None);
-        assert!(!versions.know("a"), "the next version may have drawn it");
+        assert!(!request.know("a"), "the next version may have drawn it");
         settled.set(Some("b"));
-        assert!(!versions.know("b"), "the version before may have drawn it");
+        assert!(!request.know("b"), "the version before may have drawn it");
         settled.set(Some("a"));
-        assert!(!versions.know("a"), "tokens before it are not known");
+        assert!(!request.know("a"), "tokens before it are not known");
         settled.set(Some("b"));
-        assert!(!Versions::new(&settled, Some("a")).know("a"), "an engine that is behind may come to it");
+        assert!(!versions(&settled, Some("a")).know("a"), "an engine that is behind may come to it");
     }
 }

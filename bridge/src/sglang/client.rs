@@ -7,7 +7,7 @@ use std::time::Duration;
 use driftless_transport::activate::Limit;
 use serde_json::{Value, json};
 
-use super::generate::{self, RawFailure, RawGeneration, Streamed};
+use super::generate::{self, RawGeneration, Streamed};
 use super::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, PluginUpdated, TensorUpdate};
 use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, Mismatch, PauseMode, Tell};
 use crate::error::{Error, Result};
@@ -130,9 +130,8 @@ impl Client {
         let (mut streamed, mut whole) = (Streamed::default(), None);
         let take = |data: &[u8]| {
             let raw: RawGeneration = self.connection.decode(call, data)?;
-            if let Some(RawFailure { code }) = raw.error {
-                let reply = Reply { status: code.unwrap_or(500), body: data.to_vec() };
-                return Err(self.connection.status_error(call, &reply));
+            if let Some(failure) = &raw.error {
+                return Err(self.connection.failed(call, failure, data));
             }
             whole = streamed.take(raw, request, self.url(), seen).map_err(malformed)?;
             Ok(if whole.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })

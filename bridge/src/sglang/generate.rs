@@ -7,6 +7,7 @@ use crate::engine::{
     Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, Tell, VersionSpan, log_probability,
 };
 use crate::error::Result;
+use crate::events::Failure;
 
 /// The body of `POST /generate`; with an interval, of a stream whose pieces have so many tokens.
 pub(crate) fn body(request: &GenerateRequest, stream_interval: Option<u32>) -> Value {
@@ -54,13 +55,7 @@ pub(crate) struct RawGeneration {
     output_ids: Vec<i32>,
     meta_info: Option<RawMeta>,
     /// Of a stream, in place of the others.
-    pub(crate) error: Option<RawFailure>,
-}
-
-/// Why a stream ends before its request does.
-#[derive(Debug, Deserialize)]
-pub(crate) struct RawFailure {
-    pub(crate) code: Option<u16>,
+    pub(crate) error: Option<Failure>,
 }
 
 #[derive(Debug, Deserialize)]

@@ -9,12 +9,12 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::generate::{self, RawCompletion, RawFailure, Streamed};
+use super::generate::{self, RawCompletion, Streamed};
 use crate::engine::{
     ClientOptions, Comparison, Deadlines, Engine as _, GenerateRequest, Generation, Mismatch, Piece, Tell,
 };
 use crate::error::{Error, Result};
-use crate::http::{Call, Connection, Level, Reply, excerpt};
+use crate::http::{Call, Connection, Level, excerpt};
 use crate::live::{PatchRefused, PluginReply};
 
 /// What a server without the calls that updates need is told.
@@ -163,9 +163,8 @@ impl Client {
         let (mut streamed, mut told, mut finish) = (Streamed::default(), 0, None);
         let take = |data: &[u8]| {
             let raw: RawCompletion = self.connection.decode(call, data)?;
-            if let Some(RawFailure { code }) = raw.error {
-                let reply = Reply { status: code.unwrap_or(500), body: data.to_vec() };
-                return Err(self.connection.status_error(call, &reply));
+            if let Some(failure) = &raw.error {
+                return Err(self.connection.failed(call, failure, data));
             }
             finish = streamed.take(raw, request).map_err(malformed)?;
             if finish.is_some() {

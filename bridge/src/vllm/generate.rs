@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use crate::engine::{Finish, GenerateRequest, Generation, Mismatch, VersionSpan, log_probability};
 use crate::error::{Error, Result};
+use crate::events::Failure;
 
 /// How a log-probability names its token, when asked to by id.
 const TOKEN_ID: &str = "token_id:";
@@ -66,13 +67,7 @@ pub(super) struct RawCompletion {
     #[serde(default)]
     choices: Vec<RawChoice>,
     /// Of a stream, in place of the others.
-    pub(super) error: Option<RawFailure>,
-}
-
-/// Why a stream ends before its request does.
-#[derive(Debug, Deserialize)]
-pub(super) struct RawFailure {
-    pub(super) code: Option<u16>,
+    pub(super) error: Option<Failure>,
 }
 
 #[derive(Debug, Deserialize)]
