@@ -104,9 +104,7 @@ impl Lease {
                 tokio::time::sleep(LOOK_EVERY).await;
                 self.again(reason)
             }
-            Ok(None) => {
-                self.again("its weights changed, or it fell silent, before the reply was whole".into())
-            }
+            Ok(None) => self.again("weights changed in mid-reply, on an engine that reports no spans".into()),
             Err(error) if error.is_transient() => {
                 self.member.failed(&error);
                 Attempt::Again(error.to_string())
@@ -146,10 +144,11 @@ impl Lease {
             heard.fetch_add(1, Relaxed);
             if !spans && Some(piece.label) != began.as_deref() {
                 crossed.notify_one();
-            } else if versions.know(piece.label)
-                && is_new_enough(piece.label, minimum)
-                && outside(piece.output_ids, vocabulary).is_none()
-            {
+            }
+            // Behind one that is not kept, none is.
+            versions.known &=
+                is_new_enough(piece.label, minimum) && outside(piece.output_ids, vocabulary).is_none();
+            if versions.know(piece.label) {
                 answer.keep(piece);
             }
         };

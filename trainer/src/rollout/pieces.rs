@@ -119,7 +119,7 @@ impl Underway for Durable<'_> {
     }
 }
 
-/// What the pieces of a generation come to. Nothing, if some of it is older than `minimum`.
+/// What the pieces of a generation come to, but for those with tokens older than `minimum` and what is behind these.
 fn drawn(pieces: &[Record], nth: u64, input: u64, minimum: Option<&Label>, run: &str) -> Drawn {
     let mut drawn = Drawn::default();
     for record in pieces {
@@ -128,13 +128,15 @@ fn drawn(pieces: &[Record], nth: u64, input: u64, minimum: Option<&Label>, run: 
             continue;
         }
         drawn.truncate(note.behind as usize);
-        let (tokens, log_probs) = (record.tokens(), record.log_probs());
         for span in record.spans() {
             let range = span.start as usize..span.end as usize;
-            let pair = (Label::new(run, span.version), tokens.get(range.clone()), log_probs.get(range));
-            let (Ok(label), Some(output_ids), Some(log_probs)) = pair else { return Drawn::default() };
+            let tokens = record.tokens().get(range.clone()).zip(record.log_probs().get(range));
+            let (Ok(label), Some((output_ids, log_probs))) = (Label::new(run, span.version), tokens) else {
+                break;
+            };
             if minimum.is_some_and(|minimum| !label.at_least(minimum)) {
-                return Drawn::default();
+                drawn = Drawn::default();
+                break;
             }
             drawn.push(Piece { output_ids, log_probs, label: &label.to_string() });
         }

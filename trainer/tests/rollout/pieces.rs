@@ -87,8 +87,9 @@ fn counting(dir: &Path, engine: Counting) -> Arc<Rollouts> {
     })
 }
 
-/// Ends a run, or one that goes on, once so many tokens of each answer are durable.
-async fn interrupted_behind(dir: &Path, stuck: usize, version: u64) {
+/// Ends a run, or one that goes on, whose engine stands still behind `stuck` tokens, once all lives have left so many durable
+/// ones of each answer.
+async fn interrupted_behind(dir: &Path, stuck: usize, durable_of_all: usize, version: u64) {
     let engine = Counting { stuck: Some(stuck), version, ..Counting::default() };
     let run = counting(dir, engine);
     let running = Running::start(run.clone());
@@ -99,7 +100,7 @@ async fn interrupted_behind(dir: &Path, stuck: usize, version: u64) {
         let partials = log.iter(buffer::Position(0)).map(Result::unwrap).filter(partial);
         partials.map(|record| record.tokens().len()).sum::<usize>()
     };
-    while durable() < stuck * SAMPLES as usize {
+    while durable() < durable_of_all * SAMPLES as usize {
         tokio::task::yield_now().await;
     }
     running.close().await;
@@ -123,8 +124,8 @@ async fn finished(dir: &Path, version: u64) -> (Vec<Vec<i32>>, buffer::Group) {
 async fn answer_goes_on_behind_its_durable_tokens_after_a_crash() {
     let dir = tempfile::tempdir().unwrap();
     // Twice, so that pieces of two lives follow on each other.
-    interrupted_behind(dir.path(), 2, 1).await;
-    interrupted_behind(dir.path(), 4, 1).await;
+    interrupted_behind(dir.path(), 2, 2, 1).await;
+    interrupted_behind(dir.path(), 4, 4, 1).await;
     let (drawn, group) = finished(dir.path(), 1).await;
     assert_eq!(drawn, vec![vec![1, 2, 3, 4]; SAMPLES as usize]);
     for record in &group.records {
@@ -138,16 +139,18 @@ async fn answer_goes_on_behind_its_durable_tokens_after_a_crash() {
 #[tokio::test(flavor = "multi_thread")]
 async fn answer_with_tokens_older_than_asked_begins_anew() {
     let dir = tempfile::tempdir().unwrap();
-    interrupted_behind(dir.path(), 4, 1).await;
+    interrupted_behind(dir.path(), 4, 4, 1).await;
+    // Of this life all tokens are young enough, and the next one goes on behind them: four old ones and two new ones.
+    interrupted_behind(dir.path(), 2, 6, 2).await;
     let (drawn, group) = finished(dir.path(), 2).await;
-    assert_eq!(drawn, vec![Vec::<i32>::new(); SAMPLES as usize]);
+    assert_eq!(drawn, vec![vec![1, 2]; SAMPLES as usize]);
     assert_eq!(group.versions, Some((2, 2)));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answer_to_another_input_begins_anew() {
     let dir = tempfile::tempdir().unwrap();
-    interrupted_behind(dir.path(), 4, 1).await;
+    interrupted_behind(dir.path(), 4, 4, 1).await;
     let log = log(dir.path());
     // What a hook that asks for something else leaves: the same generation of the same answer.
     let note = br#"{"nth":0,"input":1,"behind":4}"#;
