@@ -63,7 +63,9 @@ pub struct Server {
     pub calls: Vec<String>,
     /// Bodies of generations.
     pub generations: Vec<Value>,
-    /// After how many tokens a stream stands still.
+    /// Whether a stream has as many tokens as it is allowed, each the last digit of its place in prompt and answer.
+    pub is_long: bool,
+    /// After how many tokens such a stream stands still.
     pub stuck_after: Option<usize>,
     /// [`digest()`] of the weights of each label that means some.
     pub truths: BTreeMap<String, u64>,
@@ -363,12 +365,17 @@ async fn generate(shared: &Shared, body: &Value, cross: bool) -> Response {
     .into_response()
 }
 
-/// All tokens that a stream may have, each the last digit of its place in prompt and answer, one an event.
+/// A reply in events of one token.
 fn stream(shared: &Shared, body: &Value, id: &str) -> Response {
-    let (prompt, most) = (body["prompt"].as_array().unwrap().len(), body["max_tokens"].as_u64().unwrap());
-    let stuck_after = shared.lock().unwrap().stuck_after;
+    let (is_long, stuck_after) = {
+        let server = shared.lock().unwrap();
+        (server.is_long, server.stuck_after)
+    };
+    let prompt = body["prompt"].as_array().unwrap().len();
+    let most = if is_long { body["max_tokens"].as_u64().unwrap() } else { 1 };
     let event = |at: usize| {
-        let (token, finish) = ((prompt + at) % 10, (at + 1 == most as usize).then_some("length"));
+        let token = if is_long { (prompt + at) % 10 } else { 7 };
+        let finish = (at + 1 == most as usize).then_some("length");
         let log_probs = json!({"tokens": [format!("token_id:{token}")], "token_logprobs": [-0.25]});
         let choice = json!({"index": 0, "text": "", "finish_reason": finish, "token_ids": [token], "logprobs": log_probs});
         let event = json!({"id": format!("cmpl-{id}"), "object": "text_completion", "choices": [choice]});

@@ -260,6 +260,7 @@ fn fleet_answer_goes_on_behind_its_tokens_on_another_kind() {
     let path = checkpoint(&dir.path().join("a"), 1, 4);
     let (vllm, fake) = (Vllm::start(&path), Fake::start(&path));
     vllm.server().label = NEW.into();
+    vllm.server().is_long = true;
     vllm.server().stuck_after = Some(70);
     fake.engine().set_label(OLD);
     fake.engine().is_long = true;
