@@ -125,7 +125,9 @@ fn answer_that_is_aborted_goes_on_behind_its_tokens() {
     let (long, mut kept) = (request(0, vec![1, 2, 3], subject.long_tokens), Drawn::default());
     let mut told = |piece: Piece<'_>| kept.push(piece);
     let abort = async {
+        let begun = std::time::Instant::now();
         while subject.client.loads().await.unwrap().iter().all(|load| load.num_running_reqs == 0) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the request never ran, or ended unseen");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         subject.client.abort(&long.rid).await.unwrap();
