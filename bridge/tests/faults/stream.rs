@@ -135,6 +135,26 @@ fn answer_that_somebody_aborts_goes_on_behind_its_reply() {
 }
 
 #[test]
+fn answer_keeps_nothing_behind_a_token_that_no_model_has() {
+    let scene = stuck(2, |fake| fake.engine().bad_at = Some(2 + STUCK));
+    scene.fleet.published(&label(OLD));
+    let (answer, pieces) = ask(&scene);
+    assert_eq!(pieces.recv().unwrap().0, STUCK);
+    let (bad, good): (Vec<_>, Vec<_>) = scene.fakes.iter().partition(|fake| !asked(fake).is_empty());
+    // A piece with the token, and a sound one behind it.
+    for length in [STUCK + 70, STUCK + 140] {
+        bad[0].engine().stuck_after = Some(length);
+        poke(&scene, bad[0]);
+        assert!(pieces.recv_timeout(Duration::from_millis(200)).is_err(), "{length} tokens");
+    }
+    good[0].engine().stuck_after = None;
+    good[0].engine().bad_at = None;
+    bad[0].kill();
+    whole(&scene, answer);
+    assert_eq!(asked(good[0]), [2 + STUCK]);
+}
+
+#[test]
 fn answer_that_is_drawn_already_asks_no_engine() {
     let scene = stuck(1, |_| {});
     let mut request = request(0);

@@ -33,6 +33,8 @@ pub struct Engine {
     pub is_long: bool,
     /// After how many tokens such a generation stands still. A change shows behind the next call.
     pub stuck_after: Option<usize>,
+    /// The place in prompt and answer at which such a generation has a token that no model has.
+    pub bad_at: Option<usize>,
     /// Prompt lengths of what was asked for.
     pub asked: Vec<usize>,
     /// Generations that were begun.
@@ -67,6 +69,7 @@ impl Engine {
             tokens: vec![7],
             is_long: false,
             stuck_after: None,
+            bad_at: None,
             asked: Vec::new(),
             generated: 0,
             calls: Vec::new(),
@@ -177,7 +180,10 @@ impl Scripted {
         let (prompt, most) = (job.request.prompt.len(), job.request.sampling.max_new_tokens);
         let engine = self.engine();
         match engine.is_long {
-            true => (prompt..prompt + most).map(|place| (place % 10) as i64).collect(),
+            true => {
+                let token = |place| if Some(place) == engine.bad_at { 1 << 30 } else { place as i64 % 10 };
+                (prompt..prompt + most).map(token).collect()
+            }
             false => vec![engine.tokens[(engine.generated - 1) % engine.tokens.len()].into()],
         }
     }
