@@ -411,9 +411,6 @@ pub enum Error {
         /// The engines.
         engines: Vec<String>,
     },
-    /// The thread that generates for a server ended while it was serving.
-    #[error("the server's generating thread ended, and the log says why; start the server again")]
-    GeneratorEnded,
     /// The HTTP client, or the threads of its connections, could not be set up.
     #[error("cannot set up {what}")]
     SetUp {

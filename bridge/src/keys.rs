@@ -29,12 +29,14 @@ impl Keys {
     }
 
     /// Header of the calls that everyone with the API key may make.
-    pub(crate) fn normal(&self) -> Option<&HeaderValue> {
+    #[must_use]
+    pub fn normal(&self) -> Option<&HeaderValue> {
         self.api.as_ref()
     }
 
     /// Header of the weight and lifecycle calls.
-    pub(crate) fn control(&self) -> Option<&HeaderValue> {
+    #[must_use]
+    pub fn control(&self) -> Option<&HeaderValue> {
         self.admin.as_ref().or(self.api.as_ref())
     }
 }

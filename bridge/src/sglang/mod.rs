@@ -10,7 +10,6 @@
 //! | `dialect` | what differs between releases |
 //! | `engine` | [`Client`] as an [`Engine`](crate::engine::Engine) |
 //! | `checksums` | what `/weights_checker` should report for a checkpoint |
-//! | `server` | the other side: a server of this protocol, for whatever generates |
 //! | `conformance` | the suite that SGLang, and whatever stands in for it, must pass |
 
 mod capabilities;
@@ -22,8 +21,6 @@ mod dialect;
 mod engine;
 mod generate;
 mod identity;
-#[cfg(feature = "server")]
-pub mod server;
 pub(crate) mod wire;
 
 pub use capabilities::Capabilities;

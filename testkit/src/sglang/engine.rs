@@ -5,10 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use driftless_bridge::engine::VersionSpan;
-use driftless_bridge::sglang::server::{
-    Checksums, Completion, Ended, Facts, Generator, Job, ServerState, Updated, Weights,
-};
 use driftless_bridge::sglang::{DiskUpdate, Load, checksums};
+use driftless_server::{Checksums, Completion, Ended, Facts, Generator, Job, ServerState, Updated, Weights};
 use driftless_transport::Checkpoint;
 use serde_json::Value;
 

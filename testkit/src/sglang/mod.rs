@@ -16,7 +16,7 @@ use std::time::Duration;
 use axum::middleware::from_fn_with_state;
 use driftless_bridge::ClientOptions;
 use driftless_bridge::engine::Deadlines;
-use driftless_bridge::sglang::server::{Server, ServerOptions};
+use driftless_server::{Server, ServerOptions};
 use serde_json::Value;
 use tokio::net::TcpSocket;
 

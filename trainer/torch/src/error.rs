@@ -132,9 +132,12 @@ pub enum Error {
         /// What there was instead.
         found: String,
     },
-    /// NCCL, or the embedded engine's server, answered with an error.
+    /// NCCL answered with an error.
     #[error(transparent)]
     Bridge(#[from] driftless_bridge::Error),
+    /// The embedded engine's server answered with an error.
+    #[error(transparent)]
+    Server(#[from] driftless_server::Error),
     /// A pass of the model needs more memory than the device has.
     #[error(
         "the device has not enough memory for a pass of {tokens} tokens; less is needed with \

@@ -139,6 +139,12 @@ pub(super) const HOUSES: &[House] = &[
         ],
     },
     House {
+        name: "driftless-server",
+        below: &["driftless-bridge", "driftless-http", "driftless-store"],
+        lines_max: LINES_MAX,
+        floors: &[],
+    },
+    House {
         name: "driftless-trainer",
         below: &[
             "driftless-delta",
@@ -169,6 +175,7 @@ pub(super) const HOUSES: &[House] = &[
             "driftless-store",
             "driftless-transport",
             "driftless-bridge",
+            "driftless-server",
             "driftless-trainer",
         ],
         lines_max: LINES_MAX,

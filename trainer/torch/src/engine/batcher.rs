@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use driftless_bridge::engine::{Fusing, ModelConfig};
-use driftless_bridge::sglang::server::Ended;
 use driftless_bridge::sglang::{Dialect, Feature};
+use driftless_server::Ended;
 use tch::{Device, Kind, Tensor};
 
 use super::EngineOptions;

@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use driftless_bridge::sglang::server::{Checksums, Ended, Generator, Job, Updated};
 use driftless_bridge::sglang::{DiskUpdate, Feature, Load, checksums_of};
+use driftless_server::{Checksums, Ended, Generator, Job, Updated};
 use driftless_store::chain_text;
 use driftless_transport::Checkpoint;
 

@@ -1,4 +1,4 @@
-//! The embedded engine: libtorch behind a [server](driftless_bridge::sglang::server) of SGLang's protocol.
+//! The embedded engine: libtorch behind a [server](driftless_server) of SGLang's protocol.
 //!
 //! One thread owns the model and generates for all requests at once.
 
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use derive_setters::Setters;
-use driftless_bridge::sglang::server::{Facts, Generator, ServerOptions, ServerState, Weights};
+use driftless_server::{Facts, Generator, ServerOptions, ServerState, Weights};
 use tch::{Device, Kind};
 
 use crate::error::{Result, input};
@@ -21,7 +21,7 @@ use crate::models::Model;
 use batcher::Batcher;
 
 pub use driftless_bridge::sglang::Dialect;
-pub use driftless_bridge::sglang::server::Server;
+pub use driftless_server::Server;
 
 /// How to start an engine.
 #[derive(Clone, Debug, Setters)]

@@ -1,7 +1,7 @@
 //! One request on its way through the engine.
 
 use driftless_bridge::engine::VersionSpan;
-use driftless_bridge::sglang::server::{Completion, Ended, Job, Progress, Sampling};
+use driftless_server::{Completion, Ended, Job, Progress, Sampling};
 use tokio::sync::oneshot;
 
 use super::sampler::{Row, uniform};
@@ -129,7 +129,7 @@ fn spans(changes: Vec<(String, usize)>, current: &str, generated: usize) -> Vec<
 
 #[cfg(test)]
 mod tests {
-    use driftless_bridge::sglang::server::Request;
+    use driftless_server::Request;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use axum::http::Method;
 
-use crate::keys::Keys;
+use driftless_bridge::Keys;
 
 /// Routes that change weights or generation: the admin key guards them, where there is one.
 const ADMIN: [&str; 15] = [

@@ -1,9 +1,6 @@
-//! A server that speaks SGLang's HTTP, so that a client of SGLang cannot tell the two apart: its routes, fields, status
-//! codes and order of events. `docs/wire/engine.md` lists what is spoken and what differs: where SGLang would crash,
-//! this server answers 400 and goes on.
+#![doc = include_str!("../README.md")]
 //!
-//! The server has the routes, keys, bounds and replies, the pause and the labels. What generates and holds the weights
-//! is a [`Generator`].
+//! # Where things are
 //!
 //! | File | Is |
 //! |---|---|
@@ -17,6 +14,7 @@
 //! | `worker` | the thread that owns the generator |
 
 mod auth;
+mod error;
 mod info;
 mod job;
 mod reply;
@@ -38,9 +36,9 @@ use driftless_http::Threads;
 use driftless_http::listen::{Limits, serve_http};
 use driftless_store::wait::Stop;
 
-use super::{DiskUpdate, Load};
-use crate::error::{Error, Result};
-use crate::keys::Keys;
+use driftless_bridge::Keys;
+use driftless_bridge::sglang::{DiskUpdate, Load};
+pub use error::{Error, Result};
 pub use job::{Completion, Ended, Job, Progress, Request, Sampling};
 use routes::Shared;
 use state::Registry;
@@ -154,7 +152,7 @@ impl Server {
     /// its keys.
     ///
     /// # Errors
-    /// [`Listen`](driftless_http::Error::Listen) if the address cannot be had; [`Error::SetUp`] if the
+    /// [`Listen`](driftless_http::Error::Listen) if the address cannot be had; [`Error::Thread`] if the
     /// generator's thread cannot; those of `generator`.
     pub fn start<E>(
         address: SocketAddr,
@@ -173,7 +171,7 @@ impl Server {
                 let (state, generator) = generator()?;
                 let worker = Worker::start(generator, options.max_queued_requests + CONTROL_CALLS_MAX);
                 let shared = Arc::new(Shared {
-                    worker: worker.map_err(Error::set_up("the generating thread"))?,
+                    worker: worker.map_err(|source| Error::Thread { source })?,
                     state,
                     registry: Registry::new(options.max_queued_requests),
                     keys: options.keys,

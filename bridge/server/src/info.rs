@@ -4,10 +4,9 @@ use std::net::SocketAddr;
 
 use serde_json::{Value, json};
 
-use super::Facts;
-use super::reply::unix_seconds;
-use crate::sglang::dialect::Feature;
-use crate::sglang::{Dialect, Load};
+use crate::Facts;
+use crate::reply::unix_seconds;
+use driftless_bridge::sglang::{Dialect, Feature, Load};
 
 /// `/model_info`.
 pub(super) fn model_info(facts: &Facts) -> Value {

@@ -2,7 +2,7 @@
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::engine::VersionSpan;
+use driftless_bridge::engine::VersionSpan;
 
 /// What a request asks of the sampler, checked and with defaults filled in.
 #[derive(Clone, Debug)]

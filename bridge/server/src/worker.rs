@@ -6,8 +6,8 @@ use std::thread::JoinHandle;
 
 use tokio::sync::oneshot;
 
-use super::Generator;
-use super::reply::Refusal;
+use crate::Generator;
+use crate::reply::Refusal;
 
 /// A call that the thread makes.
 type Call = Box<dyn FnOnce(&mut dyn Generator) + Send>;

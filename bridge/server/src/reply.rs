@@ -9,10 +9,9 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::job::Tokens;
-use super::{Checksums, Completion, Ended, Facts, Updated};
-use crate::engine::hex;
-use crate::sglang::dialect::{Dialect, Feature};
+use crate::job::Tokens;
+use crate::{Checksums, Completion, Ended, Facts, Updated};
+use driftless_bridge::sglang::{Dialect, Feature};
 
 /// An answer that is not the one asked for.
 #[derive(Debug)]
@@ -217,6 +216,11 @@ fn overall(sums: &Checksums) -> String {
         hash.update(sum);
     }
     hex(&hash.finalize())
+}
+
+/// Lower-case hex.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -19,17 +19,16 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use super::auth::{Pass, pass};
-use super::reply::{self, Refusal};
-use super::request::{new_rid, parse};
-use super::state::Registry;
-use super::stream::Stream;
-use super::worker::Worker;
-use super::{Completion, Ended, Facts, Job, Request, Sampling, ServerState, Updated, info};
-use crate::engine::PauseMode;
-use crate::keys::Keys;
-use crate::sglang::DiskUpdate;
-use crate::sglang::dialect::Feature;
+use crate::auth::{Pass, pass};
+use crate::reply::{self, Refusal};
+use crate::request::{new_rid, parse};
+use crate::state::Registry;
+use crate::stream::Stream;
+use crate::worker::Worker;
+use crate::{Completion, Ended, Facts, Job, Request, Sampling, ServerState, Updated, info};
+use driftless_bridge::Keys;
+use driftless_bridge::engine::PauseMode;
+use driftless_bridge::sglang::{DiskUpdate, Feature};
 
 /// Largest body that is read.
 const BODY_BYTES_MAX: usize = 64 << 20;

@@ -6,9 +6,9 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::reply::Refusal;
-use super::{Facts, Request, Sampling};
-use crate::sglang::dialect::{Dialect, Feature};
+use crate::reply::Refusal;
+use crate::{Facts, Request, Sampling};
+use driftless_bridge::sglang::{Dialect, Feature};
 
 /// `top_k` that keeps the whole vocabulary.
 const TOP_K_ALL: i64 = 1 << 30;
@@ -352,8 +352,8 @@ fn prompt_log_probs_from(start: Option<i64>, prompt: usize) -> Result<Option<usi
 mod tests {
     use serde_json::json;
 
-    use super::super::Weights;
     use super::*;
+    use crate::Weights;
 
     fn facts() -> Facts {
         let [model_path, load_format, weight_version] = ["/m", "auto", "default"].map(str::to_owned);

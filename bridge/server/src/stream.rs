@@ -11,11 +11,11 @@ use futures_util::stream::unfold;
 use serde_json::Value;
 use tokio::sync::{OwnedRwLockReadGuard, mpsc, oneshot};
 
-use super::job::Tokens;
-use super::reply::{self, Refusal};
-use super::routes::Shared;
-use super::state::Lease;
-use super::{Completion, Job, Progress, Request};
+use crate::job::Tokens;
+use crate::reply::{self, Refusal};
+use crate::routes::Shared;
+use crate::state::Lease;
+use crate::{Completion, Job, Progress, Request};
 
 /// Pieces that wait for a client.
 const PIECES_MAX: usize = 64;

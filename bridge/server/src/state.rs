@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use axum::http::StatusCode;
 use tokio::sync::{OwnedRwLockReadGuard, RwLock, watch};
 
-use super::reply::Refusal;
-use crate::sglang::Dialect;
+use crate::reply::Refusal;
+use driftless_bridge::sglang::Dialect;
 
 /// Weights, as an engine names them.
 #[derive(Clone, Debug, PartialEq, Eq)]
