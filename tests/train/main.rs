@@ -14,6 +14,8 @@ mod replay;
 mod stage;
 
 use common::{DEADLINE, Process, code, driftless, run};
+use driftless::trainer::goodput::Goodput;
+use serde::Deserialize as _;
 use serde_json::Value;
 use stage::{GROUPS, Role, SAMPLES, STEPS, Stage, cold_start};
 use std::path::Path;
@@ -58,6 +60,11 @@ fn bounded_staleness_takes_each_group_once_and_no_older_token() {
     let steps = steps(&stage);
     let oldest: Vec<_> = steps.iter().map(|step| step["staleness_max"].as_u64().expect("steps")).collect();
     assert!(oldest.iter().all(|age| *age <= 2), "{oldest:?}");
+    let goodput =
+        steps.last().map(|step| Goodput::deserialize(&step["goodput"]).expect("a ledger of places"));
+    let goodput = goodput.expect("a step");
+    assert!(goodput.remainder().abs() < 0.01, "{goodput:?}");
+    assert!(goodput.trained_s > 0.0 && goodput.idle_s.contains_key("no request"), "{goodput:?}");
     assert!(oldest.iter().any(|age| *age > 0), "generation and training overlapped: {oldest:?}");
     for step in &steps {
         let ages = step["staleness"]

@@ -1,6 +1,7 @@
 //! What a step did, one JSON line a step: the data of the final table and of the report's plots.
 
 use crate::error::{Error, Result, io};
+use crate::goodput::Goodput;
 use driftless_store::ContentDigest;
 use driftless_transport::gc::Phases;
 use serde::{Deserialize, Serialize};
@@ -93,6 +94,9 @@ pub struct StepMetrics {
     /// Versions of steps before that engines have come to since, where the loop does not wait for them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub converged: Vec<Converged>,
+    /// Where the time of engines' places went, since this process began to count; absent where no fleet was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goodput: Option<Goodput>,
     /// What was measured on held-out prompts after this step, if it was time.
     pub eval: Option<EvalMetrics>,
 }

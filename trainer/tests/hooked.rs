@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use async_trait::async_trait;
-use driftless_bridge::engine::{Finish, Tell, VersionSpan};
+use driftless_bridge::engine::{Finish, Meter, Tell, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
 use driftless_buffer::sample::Verdict;
 use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
@@ -133,7 +133,7 @@ async fn generate(rollouts: &Arc<Rollouts>) -> Result<(Vec<u64>, Dropped), Error
         }
     };
     run.abort();
-    let since = rollouts.queue.take(0, groups.clone());
+    let since = rollouts.queue.take(0, groups.clone(), &[]);
     Ok((groups, since.dropped))
 }
 
@@ -196,6 +196,7 @@ for line in sys.stdin:
         max_context_len: None,
         vocabulary: None,
         evaluation: true,
+        meter: Meter::default(),
         underway: None,
     };
     let prompt = task.source.prompt(0).await.unwrap();

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use derive_setters::Setters;
 use serde::{Deserialize, Serialize};
 
-use super::Drawn;
+use super::{Drawn, Meter};
 use crate::error::{Error, Result};
 
 /// A request's id: 36 hex digits, always.
@@ -105,13 +105,15 @@ pub struct GenerateRequest {
     /// The first tokens of the answer, drawn before. A [`Fleet`](crate::Fleet) has an engine go on behind them, and its
     /// reply has them too; an engine that is asked by itself does not see them.
     pub drawn: Drawn,
+    /// A [`Fleet`](crate::Fleet) adds what the request takes to it.
+    pub meter: Meter,
 }
 
 impl GenerateRequest {
     /// A request that shares its prompt with no other.
     #[must_use]
     pub fn new(rid: Rid, input_ids: Vec<i32>, sampling: SamplingParams) -> Self {
-        Self { rid, input_ids, sampling, affinity: None, drawn: Drawn::default() }
+        Self { rid, input_ids, sampling, affinity: None, drawn: Drawn::default(), meter: Meter::default() }
     }
 
     /// A greedy request of our own, which ends with `max_new_tokens` only.

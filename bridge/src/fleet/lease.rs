@@ -1,14 +1,16 @@
 //! One request's place on one engine, and the handling of its reply.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use super::member::{LOOK_EVERY, Member};
 use super::settled::Versions;
-use crate::engine::{Drawn, Finish, GenerateRequest, Generation, Label, Piece, Rid, Tell, outside};
+use super::usage::{Cause, Marks};
+use crate::engine::{Drawn, Finish, GenerateRequest, Generation, Label, Meter, Piece, Rid, Tell, outside};
 use crate::error::{Error, Result};
 
 /// How an engine says that it still works on a request of this id; a trainer that was restarted meets its
@@ -53,6 +55,12 @@ pub(super) struct Lease {
     /// What is left of the sample's time.
     pub(super) left: Duration,
     unanswered: bool,
+    marks: Mutex<Marks>,
+    /// Why it ends, unless with a sample.
+    cause: Option<Cause>,
+    /// Why its request is made again.
+    again: Option<Cause>,
+    meter: Meter,
 }
 
 /// How an attempt ended.
@@ -62,14 +70,25 @@ pub(super) enum Attempt {
     /// With nothing that another engine, or another time, would change, or with no time left.
     Over(Error),
     /// With nothing, for this reason.
-    Again(String),
+    Again(Cause, String),
 }
 
 impl Lease {
     /// Takes a place that is free.
     pub(super) fn new(member: Arc<Member>, rid: Rid, left: Duration) -> Self {
-        member.state().in_flight += 1;
-        Self { member, rid, left, unanswered: false }
+        let marks = Marks::new(member.taken()).into();
+        let (cause, meter) = (Some(Cause::GivenUp), Meter::default());
+        Self { member, rid, left, unanswered: false, marks, cause, again: None, meter }
+    }
+
+    /// The same for a request with this meter, which is made again for this reason.
+    pub(super) fn counted(mut self, meter: Meter, again: Option<Cause>) -> Self {
+        (self.meter, self.again) = (meter, again);
+        self
+    }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Has the engine go on behind what is drawn of an answer.
@@ -83,7 +102,9 @@ impl Lease {
         let behind = answer.drawn.len();
         let outcome = tokio::select! {
             biased;
-            () = self.member.gone() => return self.again("it was removed from the fleet".into()),
+            () = self.member.gone() => {
+                return self.again(Cause::Removed, "it was removed from the fleet".into());
+            }
             outcome = tokio::time::timeout(self.left, self.generate(request, minimum, answer)) => outcome,
         };
         let Ok(outcome) = outcome else { return self.late(self.left).await };
@@ -91,35 +112,51 @@ impl Lease {
         match outcome {
             Ok(Some((generation, before))) => {
                 self.member.state().replied();
-                let reason = match (unusable(&generation, before.as_deref(), minimum), &generation.finish) {
-                    (None, Finish::Abort { message }) => {
-                        answer.keep_rest(behind, &generation);
-                        format!("aborted by somebody else: {message}")
-                    }
-                    (None, _) => return Attempt::Done(self.note(generation)),
-                    (Some(reason), _) => reason,
-                };
+                let (cause, reason) =
+                    match (unusable(&generation, before.as_deref(), minimum), &generation.finish) {
+                        (None, Finish::Abort { message }) => {
+                            answer.keep_rest(behind, &generation);
+                            self.marks().kept = Some(Instant::now());
+                            (Cause::Aborted, format!("aborted by somebody else: {message}"))
+                        }
+                        (None, _) => {
+                            self.cause = None;
+                            return Attempt::Done(self.note(generation));
+                        }
+                        (Some(found), _) => found,
+                    };
                 self.note(generation);
                 // Whatever made it unusable, asking again at once would make it so again.
                 tokio::time::sleep(LOOK_EVERY).await;
-                self.again(reason)
+                self.again(cause, reason)
             }
-            Ok(None) => self.again("weights changed in mid-reply, on an engine that reports no spans".into()),
+            Ok(None) => {
+                let reason = "weights changed in mid-reply, on an engine that reports no spans";
+                self.again(Cause::Crossed, reason.into())
+            }
             Err(error) if error.is_transient() => {
                 self.member.failed(&error);
-                Attempt::Again(error.to_string())
+                self.cause = Some(Cause::Failed);
+                Attempt::Again(Cause::Failed, error.to_string())
             }
-            Err(Error::Status { body, .. }) if body.contains(DUPLICATE) => self.again(body),
-            Err(error) => Attempt::Over(error),
+            Err(Error::Status { body, .. }) if body.contains(DUPLICATE) => self.again(Cause::Failed, body),
+            Err(error) => self.over(error),
         }
     }
 
+    /// With nothing that another engine, or another time, would change.
+    fn over(&mut self, error: Error) -> Attempt {
+        self.cause = Some(Cause::Failed);
+        Attempt::Over(error)
+    }
+
     /// Says whose failure a late reply is: the engine's, if it does not answer anything else either.
-    async fn late(&self, after: Duration) -> Attempt {
+    async fn late(&mut self, after: Duration) -> Attempt {
         let error = self.too_late(after);
         self.member.look().await;
         let is_up = self.member.state().up;
-        if is_up { Attempt::Over(error) } else { Attempt::Again(error.to_string()) }
+        self.cause = Some(Cause::Failed);
+        if is_up { Attempt::Over(error) } else { Attempt::Again(Cause::Failed, error.to_string()) }
     }
 
     /// The reply, and the engine's label before it where the reply will not say which tokens are whose. `None` where the
@@ -138,10 +175,13 @@ impl Lease {
         let spans = identity.as_ref().is_some_and(|identity| identity.spans);
         let began = if spans { serving } else { engine.label().await? };
         let vocabulary = self.member.expected.config.vocabulary;
-        let mut versions = Versions { settled: &self.member.settled, began: began.as_deref(), known: true };
+        let mut versions =
+            Versions { settled: &self.member.shared.settled, began: began.as_deref(), known: true };
         let (heard, crossed) = (AtomicU64::new(0), Notify::new());
         let mut seen = |piece: Piece<'_>| {
             heard.fetch_add(1, Relaxed);
+            let now = Instant::now();
+            self.marks().first.get_or_insert(now);
             if !spans && Some(piece.label) != began.as_deref() {
                 crossed.notify_one();
             }
@@ -150,6 +190,7 @@ impl Lease {
                 is_new_enough(piece.label, minimum) && outside(piece.output_ids, vocabulary).is_none();
             if versions.know(piece.label) {
                 answer.keep(piece);
+                self.marks().kept = Some(now);
             }
         };
         let interval = interval(request, identity.is_some_and(|identity| identity.incremental));
@@ -200,15 +241,17 @@ impl Lease {
         generation
     }
 
-    fn again(&self, reason: String) -> Attempt {
+    fn again(&mut self, cause: Cause, reason: String) -> Attempt {
+        self.cause = Some(cause);
         self.member.state().failure = Some(reason.clone());
-        Attempt::Again(reason)
+        Attempt::Again(cause, reason)
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.member.freed();
+        let marks = *self.marks();
+        self.meter.add(self.member.freed(marks, self.cause, self.again));
         if let (true, Ok(runtime)) = (self.unanswered, tokio::runtime::Handle::try_current()) {
             let (member, rid) = (self.member.clone(), self.rid);
             runtime.spawn(async move {
@@ -228,19 +271,24 @@ fn interval(request: &GenerateRequest, incremental: bool) -> Option<u32> {
 }
 
 /// Why the tokens of a reply must not be used: older than asked, or crossed by a change of weights that it cannot locate.
-fn unusable(generation: &Generation, before: Option<&str>, minimum: Option<&Label>) -> Option<String> {
+fn unusable(
+    generation: &Generation,
+    before: Option<&str>,
+    minimum: Option<&Label>,
+) -> Option<(Cause, String)> {
     if !generation.spans_reported {
         let crossed = generation.spans.iter().find(|span| Some(span.label.as_str()) != before);
         if let Some(span) = crossed {
-            return Some(format!(
+            let reason = format!(
                 "weights changed in mid-reply, to {}, on an engine that reports no spans",
                 span.label
-            ));
+            );
+            return Some((Cause::Crossed, reason));
         }
     }
     let old = generation.spans.iter().find(|span| !is_new_enough(&span.label, minimum))?;
     let minimum = minimum?;
-    Some(format!("tokens of {} where {minimum} or later was asked for", old.label))
+    Some((Cause::TooOld, format!("tokens of {} where {minimum} or later was asked for", old.label)))
 }
 
 fn is_new_enough(label: &str, minimum: Option<&Label>) -> bool {
@@ -273,7 +321,10 @@ mod tests {
     #[test]
     fn every_token_must_be_new_enough() {
         let minimum: Label = "3f0c9a12b7de:5".parse().unwrap();
-        let why = |labels: &[&str]| unusable(&generation(labels, true), None, Some(&minimum));
+        let why = |labels: &[&str]| {
+            let found = unusable(&generation(labels, true), None, Some(&minimum));
+            found.inspect(|(cause, _)| assert_eq!(*cause, Cause::TooOld)).map(|(_, why)| why)
+        };
         assert_eq!(why(&["3f0c9a12b7de:5", "3f0c9a12b7de:6"]), None);
         assert!(why(&["3f0c9a12b7de:4", "3f0c9a12b7de:5"]).unwrap().contains("3f0c9a12b7de:4"));
         assert!(why(&["aaaaaaaaaaaa:9"]).is_some() && why(&["default"]).is_some());
@@ -283,7 +334,8 @@ mod tests {
     #[test]
     fn without_spans_a_change_of_label_spoils_the_reply() {
         assert_eq!(unusable(&generation(&["a"], false), Some("a"), None), None);
-        assert!(unusable(&generation(&["b"], false), Some("a"), None).is_some());
+        let found = unusable(&generation(&["b"], false), Some("a"), None);
+        assert!(found.is_some_and(|(cause, _)| cause == Cause::Crossed));
     }
 
     #[test]

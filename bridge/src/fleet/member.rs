@@ -8,7 +8,9 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::newest::Known;
+use super::phase::Wanted;
 use super::settled::Settled;
+use super::usage::{Cause, Clock, Free, Marks, Usage};
 use crate::engine::{Attached, Engine, Expected, Identity, Label};
 use crate::error::{Error, Result};
 
@@ -23,18 +25,36 @@ type Turn = tokio::sync::OwnedMutexGuard<Option<Instant>>;
 pub(super) struct Member {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) expected: Expected,
-    /// Absent where any version will do.
-    known: Option<Arc<Known>>,
-    pub(super) settled: Arc<Settled>,
-    /// Notified after it may have become one that can take a request.
-    stirred: Arc<Notify>,
+    pub(super) shared: Arc<Shared>,
     /// Notified after its own task may have something to do: it went down, is to drain or has drained, or another version
     /// is wanted.
     pub(super) changed: Notify,
     /// Whether it is no longer in the fleet.
     gone: watch::Sender<bool>,
     state: Mutex<Standing>,
+    clock: Mutex<Clock>,
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
+}
+
+/// What the engines of a fleet share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    /// Absent where any version will do.
+    pub(super) known: Option<Arc<Known>>,
+    pub(super) settled: Settled,
+    /// The newest version that was asked for.
+    pub(super) wanted: Mutex<Option<Wanted>>,
+    /// Tells the task of places that an engine may have one.
+    pub(super) stirred: Notify,
+    /// Of each engine.
+    pub(super) places: usize,
+}
+
+impl Shared {
+    pub(super) fn wanted(&self) -> MutexGuard<'_, Option<Wanted>> {
+        // Nothing in here can be left half-changed by a panic.
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What an engine says when it is looked at.
@@ -72,17 +92,41 @@ pub(super) struct Standing {
 
 impl Member {
     /// The engine, which is out until it is attached.
-    pub(super) fn new(
-        id: u64,
-        engine: Arc<dyn Engine>,
-        expected: Expected,
-        known: Option<Arc<Known>>,
-        settled: Arc<Settled>,
-        stirred: Arc<Notify>,
-    ) -> Self {
-        let state = Mutex::new(Standing::new(id, Instant::now()));
+    pub(super) fn new(id: u64, engine: Arc<dyn Engine>, expected: Expected, shared: Arc<Shared>) -> Self {
+        let now = Instant::now();
+        let (state, clock) = (Standing::new(id, now).into(), Clock::new(shared.places, now).into());
         let (changed, gone) = (Notify::new(), watch::Sender::new(false));
-        Self { engine, expected, known, settled, stirred, changed, gone, state, looking: Arc::default() }
+        Self { engine, expected, shared, changed, gone, state, clock, looking: Arc::default() }
+    }
+
+    fn clock(&self) -> MutexGuard<'_, Clock> {
+        self.clock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts time up to now, behind which the engine is in this state.
+    fn turn_to(&self, state: &Standing, now: Instant) {
+        let wanted = self.shared.wanted().as_ref().map(|wanted| wanted.label.clone());
+        self.clock().turn(now, state.in_flight, Free::of(state, wanted.as_ref()));
+    }
+
+    /// Another version is wanted.
+    pub(super) fn rewanted(&self) {
+        self.turn_to(&self.state(), Instant::now());
+        self.changed.notify_one();
+    }
+
+    /// What its places were doing up to now.
+    pub(super) fn usage(&self) -> Usage {
+        self.clock().read(Instant::now())
+    }
+
+    /// A request takes a place, from this moment on.
+    pub(super) fn taken(&self) -> Instant {
+        let now = Instant::now();
+        let mut state = self.state();
+        state.in_flight += 1;
+        self.turn_to(&state, now);
+        now
     }
 
     /// Attaches the engine.
@@ -102,7 +146,7 @@ impl Member {
 
     /// Refuses a label, told by `call`, of a version that was not published.
     pub(super) async fn check_version(&self, call: &str, label: &str) -> Result<()> {
-        match &self.known {
+        match &self.shared.known {
             Some(known) => known.check(self.engine.url(), call, label).await,
             None => Ok(()),
         }
@@ -179,32 +223,43 @@ impl Member {
         }
         (state.up, state.serving) = (true, answer.serving);
         state.identity = answer.identity.or(state.identity.take());
+        self.turn_to(&state, Instant::now());
         drop(state);
-        self.stirred.notify_one();
+        self.shared.stirred.notify_one();
     }
 
     /// A reply says that it serves this.
     pub(super) fn serves(&self, label: String) {
-        self.state().serving = Some(label);
-        self.stirred.notify_one();
+        let mut state = self.state();
+        state.serving = Some(label);
+        self.turn_to(&state, Instant::now());
+        drop(state);
+        self.shared.stirred.notify_one();
     }
 
-    /// A request is no longer under way.
-    pub(super) fn freed(&self) {
+    /// A request is no longer under way. It had got on so far, and ended for `cause` unless it is whole; `again` says why
+    /// it was made again. Returns for how long it drew what stays.
+    pub(super) fn freed(&self, marks: Marks, cause: Option<Cause>, again: Option<Cause>) -> Duration {
+        let now = Instant::now();
+        let spent = marks.spent(now, cause.is_none());
         let mut state = self.state();
         state.in_flight -= 1;
+        self.turn_to(&state, now);
+        self.clock().end(spent, cause, again);
         let has_drained = state.draining.is_some() && state.in_flight == 0;
         drop(state);
         if has_drained {
             self.changed.notify_one();
         }
-        self.stirred.notify_one();
+        self.shared.stirred.notify_one();
+        spent.decoded
     }
 
     /// Gives it no more requests, and those that it has until then; the earlier of two times counts.
     pub(super) fn drain(&self, until: Instant) {
         let mut state = self.state();
         state.draining = Some(state.draining.map_or(until, |earlier| earlier.min(until)));
+        self.turn_to(&state, Instant::now());
         drop(state);
         self.changed.notify_one();
     }
@@ -217,6 +272,7 @@ impl Member {
 
     /// It is no longer in the fleet.
     pub(super) fn leave(&self) {
+        self.clock().close(Instant::now());
         self.gone.send_replace(true);
     }
 
@@ -236,7 +292,9 @@ impl Member {
         let failure = chain_text(error);
         let mut state = self.state();
         let was_up = state.up;
-        let is_news = state.failed(&failure, !error.is_transient(), Instant::now());
+        let now = Instant::now();
+        let is_news = state.failed(&failure, !error.is_transient(), now);
+        self.turn_to(&state, now);
         drop(state);
         if was_up {
             self.changed.notify_one();

@@ -9,6 +9,7 @@ mod queue;
 mod roster;
 mod route;
 mod settled;
+mod usage;
 mod wait;
 
 use std::sync::Arc;
@@ -31,6 +32,7 @@ use queue::{Queue, Waiter};
 use roster::{Roster, check_once};
 pub use route::Route;
 use route::Router;
+pub use usage::{Cause, Free, Usage};
 use wait::{Bounds, Seen, Verdict, judge};
 
 /// How much longer than enough engines the others are waited for, unless told.
@@ -281,6 +283,7 @@ impl Fleet {
         request.validate(Some(self.vocabulary))?;
         minimum.inspect(|minimum| self.roster.want(minimum));
         let mut left = self.options.deadline;
+        let mut again = (!request.drawn.is_empty()).then_some(Cause::GivenUp);
         let mut answer = Answer { drawn: request.drawn.clone(), told };
         loop {
             if let Some(whole) = request.is_drawn() {
@@ -291,11 +294,13 @@ impl Fleet {
             };
             let begin = Instant::now();
             left = lease.left;
+            let lease = lease.counted(request.meter.clone(), again);
             match lease.attempt(&request.rest(), minimum, &mut answer).await {
                 Attempt::Done(rest) => return Ok(request.drawn.whole(rest)),
                 Attempt::Over(error) => return Err(error),
-                Attempt::Again(reason) => {
+                Attempt::Again(cause, reason) => {
                     let kept = answer.drawn.len();
+                    again = Some(cause);
                     tracing::debug!(rid = %request.rid, reason, kept, "an answer goes on");
                 }
             }
@@ -305,16 +310,21 @@ impl Fleet {
         }
     }
 
+    /// What the places of each engine were doing since it joined, by URL, and those of engines that have left.
+    pub fn usage(&self) -> (Vec<(String, Usage)>, Usage) {
+        self.roster.usage()
+    }
+
     /// Says that a version is about to be published. Until [`Fleet::published`], tokens wait for the end of their reply to
     /// say which version drew them.
     pub fn publishing(&self) {
-        self.roster.settled.set(None);
+        self.roster.shared.settled.set(None);
     }
 
     /// Says which version is the newest. Tokens that an engine draws with it, from the beginning of a request on, need not
     /// wait any more.
     pub fn published(&self, newest: &Label) {
-        self.roster.settled.set(Some(&newest.to_string()));
+        self.roster.shared.settled.set(Some(&newest.to_string()));
     }
 
     /// Waits until every engine that answers serves `label` or a later version of its run, and returns those

@@ -46,7 +46,7 @@ impl Places {
                     Some(waiter) => self.queue.push(waiter),
                     None => return,
                 },
-                () = self.roster.stirred.notified() => {}
+                () = self.roster.shared.stirred.notified() => {}
                 _ = ticks.tick(), if !self.queue.is_empty() => self.look(),
             }
             let members = self.roster.members();

@@ -11,10 +11,11 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::FleetOptions;
-use super::member::Member;
+use super::member::{Member, Shared};
 use super::newest::Known;
 use super::phase::{Bounds, Phase, Wanted, phase};
 use super::settled::Settled;
+use super::usage::Usage;
 use crate::engine::{ClientOptions, Expected, Label};
 use crate::error::{Error, Result};
 use crate::keys::Keys;
@@ -27,15 +28,12 @@ const TEND_EVERY: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Roster {
     entries: Mutex<Vec<Entry>>,
-    wanted: Mutex<Option<Wanted>>,
+    left: Mutex<Left>,
     bounds: Bounds,
     expected: Expected,
-    known: Option<Arc<Known>>,
-    pub(super) settled: Arc<Settled>,
+    pub(super) shared: Arc<Shared>,
     /// What each engine is called with, but for its keys.
     client: ClientOptions,
-    /// Tells the task of places that an engine may have one.
-    pub(super) stirred: Arc<Notify>,
     ids: AtomicU64,
     runtime: Handle,
 }
@@ -47,6 +45,28 @@ struct Entry {
     _task: JoinSet<()>,
 }
 
+/// Engines that have left.
+#[derive(Debug, Default)]
+struct Left {
+    /// Those that may still have a request, which ends at once.
+    ending: Vec<Arc<Member>>,
+    /// What the places of the others were doing.
+    usage: Usage,
+}
+
+impl Left {
+    fn sweep(&mut self) {
+        let usage = &mut self.usage;
+        self.ending.retain(|member| {
+            let is_ending = member.state().in_flight > 0;
+            if !is_ending {
+                usage.add(&member.usage());
+            }
+            is_ending
+        });
+    }
+}
+
 impl Roster {
     /// Nobody yet. The tasks run where this is called.
     pub(super) fn new(expected: &Expected, options: &FleetOptions) -> Arc<Self> {
@@ -56,13 +76,17 @@ impl Roster {
         client.ca.clone_from(&options.ca);
         Arc::new(Self {
             entries: Mutex::default(),
-            wanted: Mutex::default(),
+            left: Mutex::default(),
             bounds: Bounds { joining: options.joining, syncing: options.syncing },
             expected: expected.clone(),
-            known: options.newest.clone().map(|newest| Arc::new(Known::new(newest))),
-            settled: Arc::default(),
+            shared: Arc::new(Shared {
+                known: options.newest.clone().map(|newest| Arc::new(Known::new(newest))),
+                settled: Settled::default(),
+                wanted: Mutex::default(),
+                stirred: Notify::new(),
+                places: options.concurrency,
+            }),
             client,
-            stirred: Arc::default(),
             ids: AtomicU64::default(),
             runtime: Handle::current(),
         })
@@ -71,9 +95,8 @@ impl Roster {
     /// The engine at an address, which is nobody's yet.
     pub(super) fn member(&self, address: &str, keys: &Keys) -> Result<Arc<Member>> {
         let engine = connect(address, self.client.clone().with_keys(keys.clone()))?;
-        let (id, stirred) = (self.ids.fetch_add(1, Relaxed), self.stirred.clone());
-        let (expected, known, settled) = (self.expected.clone(), self.known.clone(), self.settled.clone());
-        Ok(Arc::new(Member::new(id, engine, expected, known, settled, stirred)))
+        let id = self.ids.fetch_add(1, Relaxed);
+        Ok(Arc::new(Member::new(id, engine, self.expected.clone(), self.shared.clone())))
     }
 
     /// Takes an engine in.
@@ -87,15 +110,37 @@ impl Roster {
         task.spawn_on(tend(Arc::downgrade(self), member.clone()), &self.runtime);
         entries.push(Entry { member, _task: task });
         drop(entries);
-        self.stirred.notify_one();
+        self.shared.stirred.notify_one();
         Ok(())
     }
 
     /// Lets an engine go. Requests that are under way on it are aborted, and tried elsewhere.
     pub(super) fn leave(&self, member: &Member) {
-        self.entries().retain(|entry| entry.member.id() != member.id());
+        let mut entries = self.entries();
+        let found = entries.iter().position(|entry| entry.member.id() == member.id());
+        let entry = found.map(|at| entries.remove(at));
+        drop(entries);
         member.leave();
-        self.stirred.notify_one();
+        let mut left = self.left();
+        left.ending.extend(entry.map(|entry| entry.member));
+        left.sweep();
+        drop(left);
+        self.shared.stirred.notify_one();
+    }
+
+    /// What the places of each engine were doing since it joined, by URL, and those of engines that have left.
+    pub(super) fn usage(&self) -> (Vec<(String, Usage)>, Usage) {
+        let mut left = self.left();
+        left.sweep();
+        let mut gone = left.usage.clone();
+        left.ending.iter().for_each(|member| gone.add(&member.usage()));
+        drop(left);
+        let usage = |member: Arc<Member>| (member.engine.url().to_owned(), member.usage());
+        (self.members().into_iter().map(usage).collect(), gone)
+    }
+
+    fn left(&self) -> MutexGuard<'_, Left> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn members(&self) -> Vec<Arc<Member>> {
@@ -115,25 +160,21 @@ impl Roster {
 
     /// Hears that a version is asked for.
     pub(super) fn want(&self, label: &Label) {
-        let mut wanted = self.wanted();
+        let mut wanted = self.shared.wanted();
         if wanted.as_ref().is_none_or(|wanted| wanted.is_behind(label)) {
             *wanted = Some(Wanted { label: label.clone(), since: Instant::now() });
             drop(wanted);
-            self.entries().iter().for_each(|entry| entry.member.changed.notify_one());
+            self.members().iter().for_each(|member| member.rewanted());
         }
     }
 
     pub(super) fn phase(&self, member: &Member) -> Phase {
-        phase(&member.state(), self.wanted().as_ref(), self.bounds, Instant::now())
+        phase(&member.state(), self.shared.wanted().as_ref(), self.bounds, Instant::now())
     }
 
     fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
         // Nothing in here can be left half-changed by a panic.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wanted(&self) -> MutexGuard<'_, Option<Wanted>> {
-        self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::fleet::{Cause, Free, Usage};
 use driftless_bridge::sglang::{Client, Dialect};
 use driftless_bridge::{Generation, Rid};
 use driftless_testkit::sglang::{Fake, patient as calls};
@@ -59,6 +60,17 @@ fn poke(scene: &Scene, fake: &Fake) {
     scene.runtime.block_on(client.loads()).unwrap();
 }
 
+/// What all places were doing, which adds up.
+fn used(scene: &Scene) -> Usage {
+    let (engines, mut used) = scene.fleet.usage();
+    engines.iter().for_each(|(_, usage)| used.add(usage));
+    let repeated = used.prefill_again.values().chain(used.lost.values());
+    let parts =
+        repeated.chain(used.free.values()).copied().chain([used.prefill, used.decoded, used.under_way]);
+    assert_eq!(parts.sum::<Duration>(), used.places);
+    used
+}
+
 fn asked(fake: &Fake) -> Vec<usize> {
     fake.engine().asked.clone()
 }
@@ -77,6 +89,12 @@ fn answer_goes_on_with_its_tokens_after_the_engines_death() {
         assert_eq!(spans, [(OLD.to_owned(), 0, WHOLE as u32)]);
         assert_eq!(whole.rid, Rid::new(1, 0).next_attempt());
         assert_eq!((asked(dead[0]), asked(living[0])), (vec![2], vec![2 + STUCK]), "{incremental}");
+        let used = used(&scene);
+        let again: Vec<_> = used.prefill_again.keys().copied().collect();
+        assert_eq!((again, used.under_way), (vec![Cause::Failed], Duration::ZERO));
+        assert!(used.lost[&Cause::Failed] > Duration::ZERO, "its engine stood still before it died");
+        assert!(used.prefill > Duration::ZERO && used.decoded > Duration::ZERO);
+        assert!(used.free[&Free::Down] > Duration::ZERO && used.free[&Free::Unasked] > Duration::ZERO);
     }
 }
 
@@ -132,6 +150,14 @@ fn answer_that_somebody_aborts_goes_on_behind_its_reply() {
     poke(&scene, &scene.fakes[0]);
     whole(&scene, answer);
     assert_eq!(asked(&scene.fakes[0]), [2, 2 + STUCK]);
+    assert!(used(&scene).prefill_again.contains_key(&Cause::Aborted));
+    scene.fleet.remove(&scene.fakes[0].address.to_string()).unwrap();
+    let gone = used(&scene);
+    assert_eq!(
+        (gone.places, scene.fleet.usage().0.len()),
+        (used(&scene).places, 0),
+        "it has no places any more"
+    );
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The end of a run: a table for the terminal, a page with plots beside the run's data.
 
 use crate::cli::shared::error::{Error, Result};
+use driftless::trainer::goodput::Goodput;
 use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
 use plotters::prelude::*;
 use std::collections::BTreeMap;
@@ -44,6 +45,8 @@ pub(crate) struct Summary {
     pub(crate) generation_share: Option<f64>,
     pub(crate) learner_share: Option<f64>,
     pub(crate) weights_share: Option<f64>,
+    /// Where the time of the engines' places went, of all processes of the run.
+    pub(crate) goodput: Option<Goodput>,
     /// Share of the response tokens that were too old to be trained on.
     pub(crate) too_old_share: f64,
     pub(crate) staleness_mean: f64,
@@ -84,6 +87,7 @@ impl Summary {
             generation_share: share(steps, |step| step.generate_ms),
             learner_share: share(steps, |step| step.train_ms),
             weights_share: share(steps, |step| step.weights_ms),
+            goodput: Goodput::total(steps.iter().filter_map(|step| step.goodput.as_ref())),
             too_old_share: {
                 let tokens = |of: fn(&StepMetrics) -> u64| steps.iter().map(of).sum::<u64>();
                 tokens(|step| step.tokens_too_old) as f64 / tokens(|step| step.response_tokens).max(1) as f64
@@ -114,6 +118,7 @@ impl Summary {
             rows.push(("reward", format!("{start:.3} -> {end:.3}  (first and last tenth of the steps)")));
         }
         rows.extend(self.version_newest.into_iter().flat_map(|newest| self.published(newest)));
+        rows.extend(self.goodput.iter().map(|goodput| ("goodput", places(goodput))));
         if self.log_prob_diff_max > 0.0 {
             // With older weights it is also that of the weights.
             let of = if self.staleness_max > 0 { "and the weights' age" } else { "of the same weights" };
@@ -174,6 +179,16 @@ impl Summary {
         }
         out
     }
+}
+
+/// What the engines' places were doing, in shares of their time, the largest first.
+fn places(goodput: &Goodput) -> String {
+    let share = |time: f64| 100.0 * time / goodput.places_s.max(f64::MIN_POSITIVE);
+    let mut parts = goodput.parts();
+    parts.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    let shown = parts.iter().map(|(name, time)| (name, share(*time))).filter(|(_, share)| *share >= 0.05);
+    let shown: Vec<_> = shown.map(|(name, share)| format!("{name} {share:.1} %")).collect();
+    format!("{}  (of {:.0} place-seconds of the engines)", shown.join(", "), goodput.places_s)
 }
 
 /// Writes `report.svg` and `report.html` into `dir` and returns the page's path.

@@ -5,6 +5,7 @@
 //! says which groups are generated when, and which a step takes. A run that was interrupted goes on with the answers that
 //! the prompts in flight lack, each behind its tokens, then takes the next prompts.
 
+mod fates;
 mod group;
 mod keep;
 mod measure;
@@ -278,6 +279,7 @@ impl Rollouts {
             max_context_len: self.options.rollout_max_context_len,
             vocabulary: self.options.vocabulary,
             evaluation: underway.is_none(),
+            meter: self.queue.meter(underway.is_some().then_some(group)),
             underway,
         }
     }

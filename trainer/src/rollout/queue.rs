@@ -2,14 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftless_bridge::Label;
+use driftless_bridge::engine::Meter;
 use driftless_buffer::{PromptState, Reader};
 use tokio::sync::Notify;
 
+use super::fates::{Fates, TOO_OLD};
 use super::parts;
 use super::record::PromptNote;
+use crate::goodput::Kept;
 use crate::options::Mode;
 use crate::schedule::{Policy, Schedule, Seen, Start};
 
@@ -52,6 +55,7 @@ struct State {
     /// The versions that engines have been brought to, with their step weights; the newest is last.
     published: Vec<(u64, Label)>,
     since: Since,
+    fates: Fates,
     /// When groups began or ceased to be under way; absent before the first.
     turned: Option<Instant>,
 }
@@ -96,7 +100,13 @@ impl Queue {
         let mut schedule = Schedule::new(policy).with_log(log.next_prompt(), accepted, waiting);
         taken.into_iter().for_each(|(step, groups)| schedule.see(Seen::Taken { step, groups }));
         schedule.see(Seen::Trained(step));
-        let state = State { schedule, published: Vec::new(), since: Since::default(), turned: None };
+        let state = State {
+            schedule,
+            published: Vec::new(),
+            since: Since::default(),
+            fates: Fates::new(SystemTime::now()),
+            turned: None,
+        };
         Queue { mode, state: Mutex::new(state), for_generation: Notify::new(), for_training: Notify::new() }
     }
 
@@ -152,10 +162,14 @@ impl Queue {
         self.for_training.notified().await;
     }
 
-    /// Gives `step` its groups, and tells what generation was like since the step before.
+    /// Gives `step` its groups, and tells what generation was like since the step before. `too_old` is the share of each
+    /// group's tokens that it does not learn from.
     #[must_use]
-    pub fn take(&self, step: u64, groups: Vec<u64>) -> Since {
+    pub fn take(&self, step: u64, groups: Vec<u64>, too_old: &[f64]) -> Since {
         let mut state = self.state();
+        for (group, too_old) in groups.iter().zip(too_old) {
+            state.fates.take(*group, *too_old);
+        }
         state.schedule.see(Seen::Taken { step, groups });
         state.turn(Instant::now());
         self.for_generation.notify_one();
@@ -166,6 +180,7 @@ impl Queue {
     pub fn leave_out(&self, group: u64) {
         let mut state = self.state();
         state.schedule.see(Seen::LeftOut(group));
+        state.fates.leave_out(group, TOO_OLD);
         state.since.dropped.too_old += 1;
         self.for_generation.notify_one();
     }
@@ -205,9 +220,22 @@ impl Queue {
         state.since.kept += u64::from(matches!(seen, Seen::Accepted(_)));
         state.since.dropped.failed += dropped.failed;
         state.since.dropped.filtered += dropped.filtered;
+        if let Seen::LeftOut(group) = seen {
+            state.fates.leave_out(group, if dropped.filtered > 0 { "filtered" } else { "failed" });
+        }
         state.schedule.see(seen);
         self.for_training.notify_one();
         state.since
+    }
+
+    /// What became of the time in which engines drew tokens for this run, since it was opened.
+    pub(crate) fn fates(&self) -> Kept {
+        self.state().fates.kept()
+    }
+
+    /// The meter of requests of a group, or of those that are measured only.
+    pub(super) fn meter(&self, group: Option<u64>) -> Meter {
+        self.state().fates.meter(group)
     }
 
     /// The step that takes groups next.

@@ -1,7 +1,7 @@
 //! A sample that is to be generated, and what generates.
 
 use async_trait::async_trait;
-use driftless_bridge::engine::{Piece, Tell};
+use driftless_bridge::engine::{Meter, Piece, Tell};
 use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
 
 use super::{Prompt, Trajectory};
@@ -67,6 +67,8 @@ pub struct Turn<'a> {
     pub vocabulary: Option<u64>,
     /// Whether the sample is measured, and not learned from.
     pub evaluation: bool,
+    /// Counts what its requests take of engines.
+    pub meter: Meter,
     /// What keeps its tokens before it is finished; nothing does if `None`.
     pub underway: Option<&'a dyn Underway>,
 }
@@ -115,6 +117,7 @@ impl Turn<'_> {
             });
         }
         let mut request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);
+        request.meter = self.meter.clone();
         let generation = match self.underway {
             None => self.engines.generate(request, self.minimum, &mut |_| {}).await,
             Some(underway) => {

@@ -24,6 +24,7 @@ use driftless_transport::{Snapshot, Version};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
+use crate::goodput::Goodput;
 use crate::learner::{Learner, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
 use crate::options::{Debug, Mode, UpdateWeightMode};
@@ -309,10 +310,19 @@ impl Session<'_> {
         self.look_at_coming()?;
         step.converged = std::mem::take(&mut self.converged);
         step.completed_at_ms = metrics::unix_us(SystemTime::now()) / 1000;
+        step.goodput = self.goodput()?;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
         self.tell(Event::Step(&step));
         Ok(())
+    }
+
+    /// Where the time of the engines' places went so far.
+    fn goodput(&self) -> Result<Option<Goodput>> {
+        let Some(fleet) = &self.fleet else { return Ok(None) };
+        let (engines, mut usage) = fleet.usage();
+        engines.iter().for_each(|(_, engine)| usage.add(engine));
+        Ok(Some(Goodput::of(&usage, &self.queue()?.fates())))
     }
 
     /// Lets groups be generated for the steps behind the one that is done.

@@ -39,6 +39,13 @@ impl Ages {
         spans.map(|span| span.end as usize).max().unwrap_or_default()
     }
 
+    /// The share of a group's response tokens that are not trained on because of their age.
+    fn stale_share(&self, group: &Group) -> f64 {
+        let stale: usize = group.records.iter().map(|record| self.stale(record)).sum();
+        let all: usize = group.records.iter().map(|record| record.response().len()).sum();
+        stale as f64 / all.max(1) as f64
+    }
+
     /// Whether all that there was to train on in a group is too old.
     pub(super) fn is_stale(&self, group: &Group) -> bool {
         let mut records = group.records.iter();
@@ -86,7 +93,8 @@ impl Session<'_> {
         };
         let samples = groups.iter().flat_map(|group| &group.records).map(ledger::digest).collect();
         self.ledger.note(step, &numbers, samples, self.recipe())?;
-        let since = self.queue()?.take(step, numbers);
+        let too_old: Vec<f64> = groups.iter().map(|group| ages.stale_share(group)).collect();
+        let since = self.queue()?.take(step, numbers, &too_old);
         let generated = StepMetrics {
             rollout_id: step,
             groups_failed: since.dropped.failed,

@@ -134,7 +134,7 @@ async fn take(rollouts: &Rollouts, step: u64) -> (Vec<u64>, Since) {
         }
     };
     assert!(groups.iter().all(|group| rollouts.logged_group(*group).is_some()), "{groups:?} are durable");
-    let since = rollouts.queue.take(step, groups.clone());
+    let since = rollouts.queue.take(step, groups.clone(), &[]);
     rollouts.queue.trained(step + 1);
     (groups, since)
 }

@@ -158,7 +158,7 @@ pub(super) const HOUSES: &[House] = &[
         floors: &[
             &["error", "lr", "seed"],
             &["chat", "door", "lines", "options", "push", "service"],
-            &["advantage", "ledger", "metrics", "sample", "schedule"],
+            &["advantage", "goodput", "ledger", "metrics", "sample", "schedule"],
             &["data", "reward"],
             &["hook", "learner"],
             &["tasks"],
