@@ -73,5 +73,5 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     stop_on_signals(&stop, PATIENCE)?;
     let value = json!({"url": server.url(), "model_path": args.model_path.display().to_string()});
     output.print(&value, |_| format!("serving {} on {}", args.model_path.display(), server.url()))?;
-    Ok(server.run_until(&stop)?)
+    Ok(server.run_until(&stop).map_err(driftless::torch::Error::from)?)
 }

@@ -64,6 +64,16 @@ fn bounded_staleness_takes_each_group_once_and_no_older_token() {
         steps.last().map(|step| Goodput::deserialize(&step["goodput"]).expect("a ledger of places"));
     let goodput = goodput.expect("a step");
     assert!(goodput.remainder().abs() < 0.01, "{goodput:?}");
+    let text = std::fs::read_to_string(stage.dir.join("rl/events.jsonl")).expect("events");
+    let told = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("an event"));
+    let told: Vec<_> = told.map(|fact| fact["event"].as_str().expect("its name").to_owned()).collect();
+    let count = |name: &str| told.iter().filter(|event| *event == name).count() as u64;
+    assert_eq!(
+        (count("begin"), count("step"), count("published")),
+        (1, stage.steps, stage.steps),
+        "{told:?}"
+    );
+    assert!(count("served") > 0 && count("phase") > 0, "{told:?}");
     assert!(goodput.trained_s > 0.0 && goodput.idle_s.contains_key("no request"), "{goodput:?}");
     assert!(oldest.iter().any(|age| *age > 0), "generation and training overlapped: {oldest:?}");
     for step in &steps {

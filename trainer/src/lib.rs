@@ -9,6 +9,7 @@ mod chat;
 pub mod data;
 pub mod door;
 mod error;
+pub mod events;
 pub mod goodput;
 pub mod hook;
 pub mod learner;
@@ -29,4 +30,4 @@ mod train;
 
 pub use chat::{ChatTemplate, LossMask};
 pub use error::{Error, Result};
-pub use train::{Event, Observer, Outcome, TrainOptions, replay, train};
+pub use train::{Outcome, TrainOptions, replay, train};

@@ -18,13 +18,14 @@ use driftless_store::{Memory, Store};
 use driftless_testkit::compiler;
 use driftless_testkit::sglang::{Fake, FakeRoot, Fault, Wire, checkpoint, patient};
 use driftless_trainer::data::{Place, Tokenizer};
+use driftless_trainer::events::{Event, Fact, Observer};
 use driftless_trainer::learner::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use driftless_trainer::metrics::StepStats;
 use driftless_trainer::push::Pushes;
 use driftless_trainer::reward::Reward;
 use driftless_trainer::sample::{Answer, Prompt};
 use driftless_trainer::tasks::{DataSource, Task, tiny};
-use driftless_trainer::{Error, Event, Observer, Outcome, Result, TrainOptions, train};
+use driftless_trainer::{Error, Outcome, Result, TrainOptions, train};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Checkpoint, Run, Snapshot, Version};
@@ -239,8 +240,8 @@ impl Stage {
     /// Trains; `after` is told of every step that is complete.
     fn train(&self, after: impl Fn(u64, &[Fake]) + Send + Sync + 'static) -> Result<Outcome> {
         let fakes = self.fakes.clone();
-        let observer = move |event: Event<'_>| {
-            if let Event::Step(step) = event {
+        let observer = move |fact: Fact| {
+            if let Event::Step(step) = fact.event {
                 after(step.rollout_id, &fakes);
             }
         };
@@ -343,9 +344,9 @@ fn engines_that_are_too_few_end_the_run_and_are_named() {
     let options = stage.options().with_engines_min(2);
     let waits = Arc::new(Mutex::new(String::new()));
     let told = waits.clone();
-    let observer = move |event: Event<'_>| {
-        if let Event::Waiting { on, .. } = event {
-            told.lock().unwrap().push_str(on);
+    let observer = move |fact: Fact| {
+        if let Event::Waiting { on, .. } = fact.event {
+            told.lock().unwrap().push_str(&on);
         }
     };
     let mover = Mover { device: None, weights: Vec::new(), place: None };

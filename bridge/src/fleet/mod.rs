@@ -27,7 +27,7 @@ use crate::keys::Keys;
 use lease::{Answer, Attempt, Lease};
 use member::{LOOK_EVERY, Member, Standing};
 pub use newest::Newest;
-pub use phase::Phase;
+pub use phase::{Phase, PhaseTold};
 use queue::{Queue, Waiter};
 use roster::{Roster, check_once};
 pub use route::Route;
@@ -74,6 +74,8 @@ pub struct FleetOptions {
     pub keyless: Vec<String>,
     /// Refuses engines that serve a version that was not published. Any version will do, if `None`.
     pub newest: Option<Newest>,
+    /// Hears of the phases of engines.
+    pub phases: Option<PhaseTold>,
 }
 
 impl Default for FleetOptions {
@@ -92,6 +94,7 @@ impl Default for FleetOptions {
             ca: None,
             keyless: Vec::new(),
             newest: None,
+            phases: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Where an engine is on its way through a fleet, as a function over what is known of it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -46,6 +47,28 @@ impl fmt::Display for Phase {
             Self::Lost { why } => write!(f, "lost: {why}"),
             other => f.write_str(other.name()),
         }
+    }
+}
+
+/// Is told of each phase that an engine comes to, by its URL, and of engines that leave: these have none. It is called on
+/// the fleet's runtime, and must not block.
+#[derive(Clone)]
+pub struct PhaseTold(Arc<dyn Fn(&str, Option<&Phase>) + Send + Sync>);
+
+impl PhaseTold {
+    /// Calls `tell`.
+    pub fn new(tell: impl Fn(&str, Option<&Phase>) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(tell))
+    }
+
+    pub(super) fn tell(&self, url: &str, phase: Option<&Phase>) {
+        (self.0)(url, phase);
+    }
+}
+
+impl fmt::Debug for PhaseTold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PhaseTold").finish_non_exhaustive()
     }
 }
 

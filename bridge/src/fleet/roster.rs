@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::FleetOptions;
 use super::member::{Member, Shared};
 use super::newest::Known;
-use super::phase::{Bounds, Phase, Wanted, phase};
+use super::phase::{Bounds, Phase, PhaseTold, Wanted, phase};
 use super::settled::Settled;
 use super::usage::Usage;
 use crate::engine::{ClientOptions, Expected, Label};
@@ -30,6 +30,7 @@ pub(super) struct Roster {
     entries: Mutex<Vec<Entry>>,
     left: Mutex<Left>,
     bounds: Bounds,
+    phases: Option<PhaseTold>,
     expected: Expected,
     pub(super) shared: Arc<Shared>,
     /// What each engine is called with, but for its keys.
@@ -78,6 +79,7 @@ impl Roster {
             entries: Mutex::default(),
             left: Mutex::default(),
             bounds: Bounds { joining: options.joining, syncing: options.syncing },
+            phases: options.phases.clone(),
             expected: expected.clone(),
             shared: Arc::new(Shared {
                 known: options.newest.clone().map(|newest| Arc::new(Known::new(newest))),
@@ -121,6 +123,9 @@ impl Roster {
         let entry = found.map(|at| entries.remove(at));
         drop(entries);
         member.leave();
+        if entry.is_some() {
+            self.tell(member, None);
+        }
         let mut left = self.left();
         left.ending.extend(entry.map(|entry| entry.member));
         left.sweep();
@@ -168,6 +173,10 @@ impl Roster {
         }
     }
 
+    fn tell(&self, member: &Member, phase: Option<&Phase>) {
+        self.phases.iter().for_each(|told| told.tell(member.engine.url(), phase));
+    }
+
     pub(super) fn phase(&self, member: &Member) -> Phase {
         phase(&member.state(), self.shared.wanted().as_ref(), self.bounds, Instant::now())
     }
@@ -195,6 +204,7 @@ async fn tend(roster: Weak<Roster>, member: Arc<Member>) {
         let Some(phase) = roster.upgrade().map(|roster| roster.phase(&member)) else { return };
         if before.as_ref() != Some(&phase) {
             tracing::info!(engine = member.engine.url(), %phase, "phase of an engine");
+            roster.upgrade().inspect(|roster| roster.tell(&member, Some(&phase)));
         }
         // Neither a wake-up nor the passing of time is missed: `changed` keeps one notification until it is waited for.
         let changed = member.changed.notified();

@@ -29,6 +29,7 @@ use driftless::bridge::{ClientOptions, SamplingParams, connect};
 use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
 #[cfg(feature = "torch")]
 use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
+use driftless::trainer::events::{Bus, EventFile, Fact};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
@@ -365,6 +366,9 @@ pub(crate) fn deterministic(device: &str) -> Result<()> {
     Ok(())
 }
 
+/// How long the last events of a run may take to be written.
+const TOLD_WITHIN: Duration = Duration::from_secs(5);
+
 fn reinforce(mut args: Args, output: Output) -> Result<()> {
     let (store, elsewhere, gpu) = (args.update.store_url(), args.learner.is_some(), gpu(&args));
     args.update.transport = args.update.transport.of_trainer(store.as_deref(), elsewhere, gpu)?;
@@ -378,7 +382,11 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     let show = Show::new(options.num_rollout);
     let shown = show.clone();
     end_on_signals(move || shown.run())?;
-    let outcome = train(&options, learner(&options), show.observer())?;
+    let bus =
+        Bus::start(vec![Box::new(move |fact: &Fact| show.take(fact)), Box::new(EventFile::open(&save)?)])?;
+    let outcome = train(&options, learner(&options), bus.observer());
+    bus.end(TOLD_WITHIN);
+    let outcome = outcome?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
     let page = report::write(&save, &outcome.steps, &summary)?;
     output.print(&summary, Summary::table)?;

@@ -5,8 +5,8 @@ use crate::cli::shared::error::flag;
 use crate::cli::shared::output::say;
 use crate::cli::shared::progress;
 use crate::cli::train::report;
+use driftless::trainer::events::{Event, Fact};
 use driftless::trainer::metrics::StepMetrics;
-use driftless::trainer::{Event, Observer};
 use indicatif::ProgressBar;
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -41,23 +41,21 @@ impl Show {
         Arc::new(Show { bar, steps, done: AtomicU64::new(0), waits })
     }
 
-    pub(super) fn observer(self: &Arc<Self>) -> Observer {
-        let show = self.clone();
-        Arc::new(move |event| show.event(&event))
-    }
-
     /// The run, for a message that ends it.
     pub(super) fn run(&self) -> String {
         format!("the run, with {} of {} steps done,", self.done.load(Relaxed), self.steps)
     }
 
-    fn event(&self, event: &Event<'_>) {
+    /// Shows what has happened.
+    pub(super) fn take(&self, Fact { event, .. }: &Fact) {
         match event {
             Event::Waiting { what, on } => return self.wait(what, on, PATIENCE),
             Event::Generating { rollout, done, total } => {
                 let samples = format!("{done} of {total} samples");
                 return self.wait(&format!("rollout {rollout}"), &samples, PATIENCE_FOR_SAMPLES);
             }
+            // The log tells of the former, and a step's line of the latter.
+            Event::Phase { .. } | Event::Published { .. } | Event::Served { .. } => return,
             _ => {}
         }
         self.tell(None);
@@ -74,7 +72,7 @@ impl Show {
                 "the rollout log has none of the prompts that {step} steps were trained on; they are taken again"
             )),
             Event::Changed { name, then, now } => {
-                let name = flag(name).unwrap_or_else(|| (*name).to_owned());
+                let name = flag(name).unwrap_or_else(|| name.clone());
                 self.line(&format!("goes on with {name} {now}; it was {then} before"));
             }
             Event::OtherPrompts => {
@@ -84,7 +82,7 @@ impl Show {
             }
             Event::Skipped { rollout, what } => self.line(&format!("step {rollout} is left out: {what}")),
             Event::LearnerLost { error } => {
-                self.line(&error.to_string());
+                self.line(error);
                 self.line("the learner is started again, from its last checkpoint");
             }
             Event::Evaluated { step, eval } => {

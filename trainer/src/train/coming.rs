@@ -42,7 +42,7 @@ impl Session<'_> {
         // A fleet that lags further generates only what is too old.
         while self.coming.len() as u64 > self.options.mode.max_staleness() {
             let what = format!("the engines to serve version {}", self.coming[0].version);
-            self.tell(Event::Waiting { what: &what, on: "" });
+            self.wait_on(&what, "");
             self.end_coming()?;
         }
         Ok(metrics)
@@ -67,6 +67,7 @@ impl Session<'_> {
             tracing::warn!(version, "goes on without {engine}");
         }
         let (convergence_ms, engines_behind) = (update::milliseconds(time), behind.len() as u64);
+        self.tell(Event::Served { version, behind: engines_behind });
         self.converged.push(Converged { version, convergence_ms, engines_behind });
         Ok(())
     }

@@ -34,7 +34,7 @@ impl Session<'_> {
         let addresses = addresses(&self.at_start);
         let (begin, patience) = (Instant::now(), options.patience.min(deadline));
         let what = "the engines to answer";
-        self.tell(Event::Waiting { what, on: "" });
+        self.wait_on(what, "");
         let fleet = self.block_on(async {
             loop {
                 let attached = Fleet::attach(&addresses, keys, expected, options.clone()).await;
@@ -46,7 +46,7 @@ impl Session<'_> {
                 if lacks.is_empty() || begin.elapsed() >= time {
                     return attached;
                 }
-                self.tell(Event::Waiting { what, on: &lacks });
+                self.wait_on(what, &lacks);
                 tokio::time::sleep(ATTACH_AGAIN).await;
             }
         })?;
@@ -68,6 +68,7 @@ impl Session<'_> {
         let (pushed, behind) = self.bring(&label, weights)?;
         metrics.engines_behind = behind;
         metrics.convergence_ms = Some(update::milliseconds(begin.elapsed()));
+        self.tell(Event::Served { version: metrics.version, behind });
         self.hear(&mut metrics, &label, ACK_DEADLINE);
         if let (Some(why), Compare::Require) = (&metrics.not_compared, self.options.compare) {
             return Err(Error::NotCompared { label: label.to_string(), why: why.clone() });
@@ -112,7 +113,7 @@ impl Session<'_> {
     /// those that the loop goes on without.
     fn wait_for(&self, label: &Label) -> Result<Vec<String>> {
         let what = format!("the engines to serve version {}", label.version());
-        self.tell(Event::Waiting { what: &what, on: "" });
+        self.wait_on(&what, "");
         let fleet = self.fleet()?.clone();
         let waited = self.runtime.block_on(async {
             let mut wait = pin!(fleet.wait_for_those_up(label, self.options.update_deadline));
@@ -123,7 +124,7 @@ impl Session<'_> {
                         let status = fleet.status();
                         let behind = status.iter().filter(|engine| !(engine.up && serves(engine, label)));
                         let behind: Vec<_> = behind.map(|engine| self.behind(engine, label)).collect();
-                        self.tell(Event::Waiting { what: &what, on: &behind.join(", ") });
+                        self.wait_on(&what, &behind.join(", "));
                     }
                 }
             }

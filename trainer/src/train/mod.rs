@@ -15,7 +15,6 @@ mod versions;
 mod watched;
 mod weights;
 
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use driftless_bridge::Label;
@@ -24,6 +23,7 @@ use driftless_transport::{Snapshot, Version};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
+use crate::events::{Event, Fact, Observer};
 use crate::goodput::Goodput;
 use crate::learner::{Learner, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
@@ -40,84 +40,6 @@ const LOST_MAX: u32 = 3;
 /// Time between two looks at the engines while a rollout is waited for.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
-/// What the loop is doing, for observers.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum Event<'a> {
-    /// The run begins, or goes on, at this step of so many.
-    Begin {
-        /// Steps done before.
-        step: u64,
-        /// Steps of the whole run.
-        of: u64,
-    },
-    /// Something slow is being waited for. Told again when more is known of it.
-    Waiting {
-        /// What.
-        what: &'a str,
-        /// Where it lacks, and why; empty while that is not known.
-        on: &'a str,
-    },
-    /// An engine is attached.
-    Engine {
-        /// Its URL.
-        url: &'a str,
-        /// What it gets of the run's versions, as far as it shows from this host: whether it is patched, loaded or pushed
-        /// into, and what is compared.
-        gets: &'a str,
-    },
-    /// Samples of a rollout have arrived and are durable.
-    Generating {
-        /// The rollout.
-        rollout: u64,
-        /// Samples in the log.
-        done: u64,
-        /// Samples of the rollout.
-        total: u64,
-    },
-    /// A run goes on with other prompts than it had before, or in another order: some that were trained on may be
-    /// taken again, and others never.
-    OtherPrompts,
-    /// The rollout log is empty although steps were done: the prompts that these were trained on are taken again.
-    LogMissing {
-        /// The steps.
-        step: u64,
-    },
-    /// A run goes on with another setting than before.
-    Changed {
-        /// Its name.
-        name: &'a str,
-        /// What it said then.
-        then: &'a str,
-        /// What it says now.
-        now: &'a str,
-    },
-    /// A step was not finite, and was left out.
-    Skipped {
-        /// Its rollout.
-        rollout: u64,
-        /// The quantity and its value.
-        what: &'a str,
-    },
-    /// The learner was lost, for this reason; it is loaded again.
-    LearnerLost {
-        /// What became of it.
-        error: &'a Error,
-    },
-    /// Held-out prompts were measured on.
-    Evaluated {
-        /// After this many steps.
-        step: u64,
-        /// What came of each set.
-        eval: &'a EvalMetrics,
-    },
-    /// A step is complete: learned, saved, published.
-    Step(&'a StepMetrics),
-}
-
-/// Is told what the loop is doing; called from several threads.
-pub type Observer = Arc<dyn Fn(Event<'_>) + Send + Sync>;
-
 /// A finished run.
 #[derive(Debug)]
 pub struct Outcome {
@@ -127,7 +49,7 @@ pub struct Outcome {
     pub eval_start: Option<EvalMetrics>,
 }
 
-/// Runs the loop to its end, or continues an interrupted run.
+/// Runs the loop to its end, or continues an interrupted run, and tells `observer` what it is doing.
 ///
 /// A step ends in this order: rollouts durable in the log, optimiser step, training checkpoint, publication.
 /// Whatever a crash cuts off is done again or, where it is already there, taken as it is. A learner that is
@@ -149,14 +71,19 @@ pub fn train(options: &TrainOptions, learner: Box<dyn Learner>, observer: Observ
         if !error.is_learner_lost() || lost > LOST_MAX {
             return Err(error);
         }
-        session.tell(Event::LearnerLost { error: &error });
+        session.tell(Event::LearnerLost { error: error.to_string() });
         session.loaded = false;
     }
 }
 
 impl Session<'_> {
-    fn tell(&self, event: Event<'_>) {
-        (self.observer)(event);
+    fn tell(&self, event: Event) {
+        (self.observer)(Fact::new(SystemTime::now(), event));
+    }
+
+    /// Tells that something is waited for, and where it lacks.
+    fn wait_on(&self, what: &str, on: &str) {
+        self.tell(Event::Waiting { what: what.to_owned(), on: on.to_owned() });
     }
 
     /// The steps that are left.
@@ -278,7 +205,7 @@ impl Session<'_> {
 
     /// Leaves out a step that was not finite, unless too many in a row were.
     fn skip(&mut self, rollout: u64, what: String) -> Result<()> {
-        self.tell(Event::Skipped { rollout, what: &what });
+        self.tell(Event::Skipped { rollout, what: what.clone() });
         let before = metrics::read(&self.metrics_path())?;
         let row = before.iter().rev().take_while(|step| step.skipped).count() as u64 + 1;
         if row <= self.options.max_skipped_steps {
@@ -313,7 +240,7 @@ impl Session<'_> {
         step.goodput = self.goodput()?;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
-        self.tell(Event::Step(&step));
+        self.tell(Event::Step(step.into()));
         Ok(())
     }
 
@@ -363,6 +290,7 @@ impl Session<'_> {
                 (PublicationMetrics { encode_publish_ms, ..recorded }, None)
             }
         };
+        self.tell(Event::Published { version: metrics.version, step: self.step });
         if let Mode::Bounded { .. } = self.options.mode {
             // Groups of the next step need not wait for the slowest engine.
             self.go_on()?;
@@ -409,7 +337,7 @@ impl Session<'_> {
     fn evaluate(&self, step: u64) -> Result<Option<EvalMetrics>> {
         let rollouts = self.rollouts.as_ref().filter(|_| !self.options.eval.is_empty());
         let Some(rollouts) = rollouts else { return Ok(None) };
-        self.tell(Event::Waiting { what: "the held-out prompts", on: "" });
+        self.wait_on("the held-out prompts", "");
         let mut eval = EvalMetrics::default();
         for set in &self.options.eval {
             match self.block_on(rollouts.clone().measure(set, step, self.label()?)) {
@@ -423,7 +351,7 @@ impl Session<'_> {
                 Err(error) => return Err(error),
             }
         }
-        self.tell(Event::Evaluated { step, eval: &eval });
+        self.tell(Event::Evaluated { step, eval: eval.clone() });
         Ok(Some(eval))
     }
 

@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of};
-use driftless_bridge::fleet::FleetOptions;
+use driftless_bridge::fleet::{FleetOptions, Phase, PhaseTold};
 use driftless_bridge::{Expected, Fleet};
 use driftless_buffer::{self as buffer, Identity, Log, Record, Retention};
 use driftless_store::os::regular;
@@ -24,8 +24,9 @@ use super::door::{Door, Keeper};
 use super::record::{Data, RunRecord, Start as Begun};
 use super::update::{self, Updates};
 use super::versions::Versions;
-use super::{Event, Observer, TrainOptions, options, watched};
+use super::{TrainOptions, options, watched};
 use crate::error::{Error, Result, io};
+use crate::events::{Event, Fact, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, MetricsFile, StepMetrics};
@@ -170,7 +171,7 @@ impl<'o> Session<'o> {
         if let Some(then) = then.filter(|_| self.log.reader().next_prompt() > 0) {
             for (name, now) in &now.settings {
                 if let Some(then) = then.settings.get(name).filter(|then| *then != now) {
-                    self.tell(Event::Changed { name, then, now });
+                    self.tell(changed(name, then, now));
                 }
             }
             if then.prompts != now.prompts {
@@ -206,7 +207,7 @@ impl<'o> Session<'o> {
         let progress = match self.options.debug {
             Debug::RolloutOnly => None,
             _ => {
-                self.tell(Event::Waiting { what: "the learner to start", on: &self.learner.describe() });
+                self.wait_on("the learner to start", &self.learner.describe());
                 self.learner.load(&self.place)?
             }
         };
@@ -268,7 +269,7 @@ impl<'o> Session<'o> {
                 Some(then) if then != now && name == options::GROUP_SIZE => {
                     return refused(options::GROUP_SIZE, now, then);
                 }
-                Some(then) if then != now => self.tell(Event::Changed { name, then, now }),
+                Some(then) if then != now => self.tell(changed(name, then, now)),
                 _ => {}
             }
         }
@@ -303,6 +304,10 @@ impl<'o> Session<'o> {
             .with_syncing(options.update_deadline);
         fleet_options.keyless = self.at_start.iter().filter(|engine| !engine.keys).map(address).collect();
         fleet_options.ca.clone_from(&options.engine_ca);
+        let observer = self.observer.clone();
+        fleet_options.phases = Some(PhaseTold::new(move |url, phase| {
+            observer(Fact::new(SystemTime::now(), phase_of(url, phase)));
+        }));
         fleet_options.newest = self.updates.as_ref().map(Updates::newest_in_store);
         let fleet = Arc::new(self.attach_those_up(&expected, &fleet_options)?);
         self.tell_outlook(&fleet);
@@ -321,7 +326,7 @@ impl<'o> Session<'o> {
             engines: fleet,
             task: options.task.clone(),
             progress: Arc::new(move |rollout, done, total| {
-                observer(Event::Generating { rollout, done, total });
+                observer(Fact::new(SystemTime::now(), Event::Generating { rollout, done, total }));
             }),
             options: RolloutOptions {
                 scope: first_bits(&self.log.identity().run_id),
@@ -362,7 +367,7 @@ impl<'o> Session<'o> {
                 outlook => outlook,
             };
             let url = engine.engine().url();
-            self.tell(Event::Engine { url, gets: &gets.to_string() });
+            self.tell(Event::Engine { url: url.to_owned(), gets: gets.to_string() });
             if self.options.mode != Mode::Synchronous && !engine.identity().spans {
                 tracing::warn!(
                     engine = url,
@@ -432,6 +437,19 @@ impl<'o> Session<'o> {
     pub(super) fn metrics_path(&self) -> PathBuf {
         self.options.save.join(METRICS)
     }
+}
+
+fn changed(name: &str, then: &str, now: &str) -> Event {
+    Event::Changed { name: name.to_owned(), then: then.to_owned(), now: now.to_owned() }
+}
+
+/// That an engine has come to a phase, or has left.
+fn phase_of(url: &str, phase: Option<&Phase>) -> Event {
+    let why = match phase {
+        Some(Phase::Lost { why }) => why.clone(),
+        _ => String::new(),
+    };
+    Event::Phase { url: url.to_owned(), phase: phase.map_or("gone", Phase::name), why }
 }
 
 /// Where the engines are.

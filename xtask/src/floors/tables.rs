@@ -159,7 +159,7 @@ pub(super) const HOUSES: &[House] = &[
             &["error", "lr", "seed"],
             &["chat", "door", "lines", "options", "push", "service"],
             &["advantage", "goodput", "ledger", "metrics", "sample", "schedule"],
-            &["data", "reward"],
+            &["data", "events", "reward"],
             &["hook", "learner"],
             &["tasks"],
             &["rollout"],
