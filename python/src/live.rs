@@ -214,10 +214,11 @@ pub(crate) struct Patch(LivePatch);
 
 #[pymethods]
 impl Patch {
-    fn reply(&self, stood_still: f64, cache_dropped: Option<bool>) -> String {
+    fn reply(&self, stood_still: f64, cache: Option<&str>) -> PyResult<String> {
         let stood_still = Duration::try_from_secs_f64(stood_still).unwrap_or_default();
-        let cache = cache_dropped.map(|dropped| if dropped { Cache::Dropped } else { Cache::Kept });
-        self.0.reply(stood_still, cache).to_string()
+        let known = [("dropped", Cache::Dropped), ("kept", Cache::Kept), ("versioned", Cache::Versioned)];
+        let cache = cache.map(|name| error::named("cache", &known, name)).transpose()?;
+        Ok(self.0.reply(stood_still, cache).to_string())
     }
 }
 

@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,9 @@ ON_CPU = {"PYTHONPATH": STAND_INS or "", "SGLANG_USE_CPU_ENGINE": "1"}
 class Sglang(Server):
     """SGLang with a checkpoint, and what it says."""
 
-    def __init__(self, root: Path, checkpoint: Path, ranks: int = 1, forks: Forks | None = None) -> None:
+    def __init__(
+        self, root: Path, checkpoint: Path, ranks: int = 1, forks: Forks | None = None, further: Sequence[str] = ()
+    ) -> None:
         command = ["-m", "sglang.launch_server"] if forks is None else []
         command += ["--device", "cpu", "--skip-tokenizer-init", "--disable-overlap-schedule"]
         options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint), "--tp-size", str(ranks)]
@@ -32,7 +35,7 @@ class Sglang(Server):
             cores = sorted(os.sched_getaffinity(0))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
         self._forks, self._further = forks, environment
-        super().__init__(root, [*command, *options], environment)
+        super().__init__(root, [*command, *options, *further], environment)
 
     def _begin(self, log):
         if self._forks is None:
@@ -94,9 +97,9 @@ class Sglang(Server):
     def patched(self) -> int:
         return self.log.read_text().count('driftless: {"patched":')
 
-    def dropped(self) -> int:
-        """Patches with which the cache went."""
-        return self.log.read_text().count('"cache":"dropped"')
+    def versioned(self) -> int:
+        """Patches behind which no request finds what older weights left in the cache."""
+        return self.log.read_text().count('"cache":"versioned"')
 
     def paused(self) -> int:
         return self.log.read_text().count("POST /pause_generation")

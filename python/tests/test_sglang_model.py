@@ -84,9 +84,9 @@ class Deriving(Fused):
         assert not self.broken
 
 
-def reply(done, stood_still: float = 0.5, dropped: bool | None = None) -> dict:
+def reply(done, stood_still: float = 0.5, cache: str | None = None) -> dict:
     """What a follower is answered of a patch."""
-    return json.loads(done.reply(stood_still, dropped).removeprefix("driftless: "))
+    return json.loads(done.reply(stood_still, cache).removeprefix("driftless: "))
 
 
 class Host:
@@ -274,15 +274,19 @@ def fake_sglang(monkeypatch, functions: dict[str, list[str]]) -> list:
 
 # Of each release, the functions that change weights, as its wheel has them.
 RELEASES = json.loads((Path(__file__).parent / "sglang_releases.json").read_text())
+# Of all of them, what the plugin asks of a request.
+REQUEST = {"__init__": ["self", "rid", "extra_key"], "init_next_round_input": ["self", "tree_cache", "cow_mamba"]}
+REQUEST = {f"sglang.srt.managers.schedule_batch.Req.{name}": taken for name, taken in REQUEST.items()}
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_hooks_of_a_release_are_found(release, monkeypatch, caplog):
-    registered = fake_sglang(monkeypatch, RELEASES[release])
+    registered = fake_sglang(monkeypatch, RELEASES[release] | REQUEST)
     _hooks.register()
     assert not caplog.text
     kinds = dict(registered)
     assert len(kinds) == len(registered)
+    assert (kinds.pop("Req.__init__"), kinds.pop("Req.init_next_round_input")) == ("after", "before")
     before = {name for name, kind in kinds.items() if kind == "before"}
     # The process of the HTTP server, which has loaded its part of SGLang.
     assert kinds.pop("TokenizerManager.update_weights_from_disk") == "around"
@@ -544,15 +548,15 @@ def test_a_rank_that_has_nothing_has_all_of_them_load(store, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("flush", "said"),
     [
-        (lambda empty_cache=True: not empty_cache, True),
-        (lambda empty_cache=True: False, False),
-        (lambda: True, True),
+        (lambda empty_cache=True: not empty_cache, "dropped"),
+        (lambda empty_cache=True: False, "kept"),
+        (lambda: True, "dropped"),
         (lambda **_: 1 / 0, None),
         (None, None),
     ],
 )
 def test_the_cache_is_dropped_unless_requests_hold_it(flush, said):
-    assert _hooks._drop_cache(flush) is said
+    assert _hooks._cache(flush) == said
 
 
 def test_register_imports_no_torch():

@@ -51,6 +51,8 @@ pub enum Cache {
     Dropped,
     /// Requests hold it.
     Kept,
+    /// Each request is keyed by the weights that fill its part of it: later ones find nothing of older weights.
+    Versioned,
 }
 
 /// A comparison of live weights with a checkpoint.
@@ -136,8 +138,7 @@ impl fmt::Display for Names {
 impl PatchRefused {
     /// Says that an engine loads instead.
     pub(crate) fn log(&self, engine: &str) {
-        let Self { label, refused } = self;
-        let why = excerpt(refused.as_bytes());
+        let (label, why) = (&self.label, excerpt(self.refused.as_bytes()));
         tracing::warn!(engine, label, why, "loads instead of being patched");
     }
 }
@@ -186,7 +187,7 @@ mod tests {
             let text = format!("Call failed: {reply}. Weight version updated to a:1.");
             assert_eq!(PluginReply::find(&text), Some((reply, ". Weight version updated to a:1.")));
         }
-        let later = r#"{"patched":"a:2","elements":1,"prepared_us":0,"wrote_us":0,"stood_still_us":0,"cache":null,"new":[1]}"#;
+        let later = r#"{"patched":"a:2","elements":1,"prepared_us":0,"wrote_us":0,"stood_still_us":0,"cache":"versioned","new":[1]}"#;
         let text = format!("{} | driftless: {later}", done());
         assert_eq!(PluginReply::find(&text).map(|(reply, _)| reply), Some(done()), "the first one's");
         assert!(

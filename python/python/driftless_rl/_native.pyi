@@ -170,12 +170,13 @@ def announce_server(directory: Any, port: int) -> None:
 class Patch:
     """What a patch did at a rank."""
 
-    def reply(self, stood_still: float, cache_dropped: bool | None) -> str:
+    def reply(self, stood_still: float, cache: str | None) -> str:
         """What a follower is answered.
 
         Args:
             stood_still: seconds for which the engine's thread stood still.
-            cache_dropped: whether the cache of the old weights is empty; None: it was left alone.
+            cache: what became of the cache of the old weights: ``dropped``, ``kept``, or ``versioned``; None: it was left
+                alone.
         """
 
 @final

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._inner import find, resolve
+from . import _versioned
 
 _log = logging.getLogger("driftless")
 
@@ -81,6 +82,7 @@ def register() -> None:
     HookRegistry.register(disk, _update_from_disk, HookType.AROUND)
     for name in filter(resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
+    _versioned.register(HookRegistry, HookType)
     # That of the HTTP server, in whatever way it was started. Others do not need that module, which takes time to load.
     if multiprocessing.parent_process() is None or _SERVER in sys.modules:
         _register_server(HookRegistry, HookType)
@@ -165,6 +167,8 @@ def _loaded(result, runner, *args, **kwargs) -> None:
         from .._native import plugin_dir
 
         arguments = runner.server_args
+        if (why := _versioned.begin(arguments)) is not None:
+            _log.warning("driftless: a patch beside running requests leaves others the prefixes of older weights: %s", why)
         # Engines with other kinds of parallelism are not followed.
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         place = (plugin_dir(), (arguments.port, rank, arguments.tp_size))
@@ -194,6 +198,7 @@ def _carry_out(original, manager, *args, **kwargs):
     request = args[0] if args else kwargs.get("recv_req")
     if _asks(request) == "compare":
         return _compare(manager, request)
+    _versioned.changes()
     _requested(manager, request)
     return original(manager, *args, **kwargs)
 
@@ -237,14 +242,17 @@ def _group(manager):
     return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
 
 
-def _drop_cache(flush) -> bool | None:
-    """Drops what the cache has of the old weights, unless requests hold it: whether it did. None if ``flush`` cannot be
-    asked. A request that asks for it itself ends some releases where requests hold the cache."""
+def _cache(flush) -> str | None:
+    """What becomes of what the cache has of the old weights. Unless requests are keyed, it is dropped if none holds it. None
+    if ``flush`` cannot be asked. A request that asks for it itself ends some releases where requests hold the cache."""
     if flush is None:
         return None
+    if _versioned.keyed():
+        return "versioned"
     try:
         keeps_memory = "empty_cache" in inspect.signature(flush).parameters
-        return bool(flush(empty_cache=False) if keeps_memory else flush())
+        dropped = flush(empty_cache=False) if keeps_memory else flush()
+        return "dropped" if dropped else "kept"
     except Exception as error:
         _log.warning("driftless: the cache is left to the follower: %s", error)
         return None
@@ -258,6 +266,7 @@ def _live(holder):
 
 def _changed(holder, *args, **kwargs) -> None:
     """Somebody else changes the weights: nothing is known of them until the next load."""
+    _versioned.changes()
     if (model := _live(holder)) is not None:
         model.loaded(None)
 
@@ -282,8 +291,7 @@ def _update_from_disk(original, holder, *args, **kwargs):
             # Only the follower that offered the delta asks for its label. It fences the engine, and asks for a load.
             return False, reply
         if done is not None:
-            dropped = _drop_cache(flush)
-            reply = done.reply(time.perf_counter() - began, dropped)
+            reply = done.reply(time.perf_counter() - began, _cache(flush))
             _log.info("%s", reply)
             return True, f"{reply}."
     if model is None:
