@@ -53,7 +53,9 @@ impl fmt::Display for Phase {
 /// Is told of each phase that an engine comes to, by its URL, and of engines that leave: these have none. It is called on
 /// the fleet's runtime, and must not block.
 #[derive(Clone)]
-pub struct PhaseTold(Arc<dyn Fn(&str, Option<&Phase>) + Send + Sync>);
+pub struct PhaseTold(Arc<Told>);
+
+type Told = dyn Fn(&str, Option<&Phase>) + Send + Sync;
 
 impl PhaseTold {
     /// Calls `tell`.
