@@ -9,6 +9,7 @@ mod chat;
 pub mod data;
 pub mod door;
 mod error;
+pub mod evaluate;
 pub mod hook;
 pub mod learner;
 pub mod ledger;

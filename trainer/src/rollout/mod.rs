@@ -7,6 +7,7 @@
 
 mod group;
 mod keep;
+mod log;
 mod measure;
 mod parts;
 mod pieces;
@@ -14,6 +15,7 @@ mod queue;
 mod record;
 
 pub use crate::schedule::Policy;
+pub(crate) use log::open_log;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
 pub use queue::{Dropped, Queue, Since};

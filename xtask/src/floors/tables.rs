@@ -157,6 +157,7 @@ pub(super) const HOUSES: &[House] = &[
             &["hook", "learner"],
             &["tasks"],
             &["rollout"],
+            &["evaluate"],
             &["train"],
         ],
     },
