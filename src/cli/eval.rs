@@ -51,10 +51,10 @@ table of all of them at the end; with --json the lines are objects on standard o
 #[command(after_help = AFTER_HELP, next_help_heading = "Prompts, rewards and sampling, as `train` has them")]
 pub(crate) struct Args {
     /// Store of the run: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
-    #[arg(required_unless_present = "checkpoint", conflicts_with = "checkpoint")]
+    #[arg(required_unless_present = "checkpoint", conflicts_with = "checkpoint", help_heading = None)]
     store: Option<String>,
     /// Name of the run in the store.
-    #[arg(required_unless_present = "checkpoint")]
+    #[arg(required_unless_present = "checkpoint", help_heading = None)]
     run: Option<String>,
     /// Which versions; see below.
     #[arg(long, value_name = "LIST", default_value = "latest", conflicts_with = "checkpoint", help_heading = None)]
