@@ -95,12 +95,6 @@ fn sound(run: &mut Run) -> Vec<Sound> {
             &[&"--store", &store, &"--cache-dir", &cache, &"--listen", &"192.0.2.1:1"],
             &[],
         ),
-        // No engine is there.
-        Sound::new(
-            &["eval"],
-            &[&"--hf-checkpoint", &checkpoint, &"--engine", &"127.0.0.1:1", &"--task", &"gcd"],
-            &[&store, Path::new("test")],
-        ),
         Sound::new(&["fleet", "list"], &[], &[&host]),
         Sound::new(&["fleet", "drain"], &[], &[&host, Path::new("127.0.0.1:1")]),
         Sound::new(&["inspect"], &[&"--store", &store], &[]),

@@ -6,6 +6,17 @@ use crate::{other_model, steps, train};
 use serde_json::Value;
 use std::process::Command;
 
+/// Makes the file that it is given once it is asked of samples, and does not answer that.
+const WITHHOLDS: &str = "
+import json, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask['samples']:
+        open(sys.argv[1], 'w').close()
+    else:
+        print(json.dumps({'id': ask['id'], 'rewards': []}), flush=True)
+";
+
 /// An engine that no follower of the run has.
 fn engine_apart(stage: &Stage) -> (u16, Process) {
     let own = Stage {
@@ -157,9 +168,10 @@ fn interrupted_eval_leaves_the_engine_generating() {
     let dir = tempfile::tempdir().expect("a directory");
     let stage = Stage::new(dir.path(), &cold_start(dir.path()));
     let (port, _engine) = engine_apart(&stage);
-    // A reward that says nothing: the evaluation waits for it.
-    let asked = stage.dir.join("asked");
-    let hook = format!("read asked; touch {}; cat > /dev/null", asked.display());
+    // A reward that says nothing of samples: the evaluation waits for it.
+    let (asked, reward) = (stage.dir.join("asked"), stage.dir.join("reward.py"));
+    std::fs::write(&reward, WITHHOLDS).expect("a file");
+    let hook = format!("python3 {} {}", reward.display(), asked.display());
     let model = stage.model.display().to_string();
     let mut waits = eval(&stage, port, &["--checkpoint", &model, "--custom-rm-command", &hook]);
     let mut process = Process::start("eval", &stage.dir, &mut waits);
