@@ -10,6 +10,7 @@ mod coordinate;
 mod data;
 mod delta;
 mod doctor;
+mod eval;
 mod fleet;
 mod follow;
 mod gc;
@@ -109,6 +110,7 @@ commands! {
     Replay: replay,
     #[cfg(not(feature = "torch"))]
     Replay: absent,
+    Eval: eval,
     Publish: publish,
     Follow: follow,
     Fleet: fleet,

@@ -2,14 +2,13 @@
 
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::{Output, say};
+use crate::cli::shared::scratch::Scratch;
 use crate::cli::shared::{numbers, paths};
 use crate::cli::train::deterministic;
 use driftless::torch::{Settings, TorchLearner};
 use driftless::trainer::learner::Learner;
 use driftless::trainer::replay::{Recipe, ReplayOptions, Replayed, replay};
-use std::io::ErrorKind;
 use std::path::PathBuf;
-use std::time::SystemTime;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -41,7 +40,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
-    let scratch = Scratch::new();
+    let scratch = Scratch::new("replay");
     let options = ReplayOptions::new(args.run, &scratch.dir);
     let options = options.with_to(args.to).with_hf_checkpoint(args.hf_checkpoint);
     let same = |step, of| say(&format!("step {step} of {of}: same as the run"));
@@ -65,29 +64,4 @@ fn shown(replayed: &Replayed) -> String {
     format!(
         "version {version} is the same to the digest, {weights_digest}: {steps} steps, {versions} versions compared"
     )
-}
-
-/// A directory for training checkpoints, which goes with this value.
-struct Scratch {
-    dir: PathBuf,
-}
-
-impl Scratch {
-    /// No other process has one of this name now, and none before had it at this time.
-    fn new() -> Self {
-        let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
-        let name = format!("driftless-replay-{}-{since}", std::process::id());
-        Scratch { dir: std::env::temp_dir().join(name) }
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // It is made only where a run went on with other options.
-        if let Err(error) = std::fs::remove_dir_all(&self.dir)
-            && error.kind() != ErrorKind::NotFound
-        {
-            tracing::warn!(dir = %self.dir.display(), %error, "the directory of the replay was not removed");
-        }
-    }
 }

@@ -6,6 +6,7 @@
 mod algorithms;
 #[path = "../common/mod.rs"]
 mod common;
+mod evaluation;
 mod fp8;
 mod prompts;
 mod ranks;

@@ -379,6 +379,12 @@ pub enum Error {
     /// The loop was stopped while it waited.
     #[error("the loop was stopped while it waited")]
     Cancelled,
+    /// Engines that are to be brought to other versions belong to somebody else.
+    #[error("in use: {engines}; give engines of your own, or take these all the same (`engines_in_use`)")]
+    EnginesInUse {
+        /// Where each is, and who has it.
+        engines: String,
+    },
     /// A hook gave no answer, or one that cannot be.
     #[error("{hook}: {about}: expected {expected}, found {found}; {todo}")]
     Hook {

@@ -9,6 +9,7 @@ mod chat;
 pub mod data;
 pub mod door;
 mod error;
+pub mod evaluate;
 pub mod events;
 pub mod goodput;
 pub mod hook;

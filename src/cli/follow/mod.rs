@@ -8,7 +8,7 @@ use crate::cli::shared::engines::COMPARES;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
 use crate::cli::shared::run::RunArgs;
-use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals_or};
+use crate::cli::shared::signals::{self, PATIENCE, PAUSE_ENDS, stop_on_signals_or};
 use crate::cli::shared::slime::Layout;
 use crate::cli::shared::transport::TransportArgs;
 use crate::cli::shared::{keys, numbers, paths, store};
@@ -22,8 +22,8 @@ use driftless::relay::{Relays, RelaysOptions};
 use driftless::store::Store;
 use driftless::store::wait::Stop;
 use driftless::store::wrap::Count;
-use driftless::transport::activate::{Activate, STOP_GRACE};
-use driftless::transport::follow::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEADLINE, default_id};
+use driftless::transport::activate::Activate;
+use driftless::transport::follow::{ACTIVATE_DEADLINE, FollowerOptions, default_id};
 use driftless::transport::replica::{Plan, PlannedVersion};
 use driftless::transport::{Follower, Replica, Run, Version};
 use serde::Serialize;
@@ -31,11 +31,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Within which, after a signal, an engine's pause is ended or reported: what is under way and its end have their
-/// deadlines, and this process some time to tell of it.
-const PAUSE_ENDS: Duration =
-    STOP_GRACE.saturating_add(LEAVE_DEADLINE).saturating_add(Duration::from_secs(10));
 
 const EXAMPLES: &str = "\
 Examples:

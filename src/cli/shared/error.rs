@@ -130,7 +130,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 18] = [
+const FLAGS: [(&str, &str); 20] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -139,6 +139,7 @@ const FLAGS: [(&str, &str); 18] = [
     ("baseline_dir", "--baseline-dir"),
     ("checkpoint directory", "--checkpoint-dir, or --output"),
     ("connections", "--connections"),
+    ("engines_in_use", "--engines-in-use"),
     ("follower address", "--listen, with --token-file"),
     ("keep", "--keep"),
     ("plugin_dir", "--plugin-dir"),
@@ -149,6 +150,7 @@ const FLAGS: [(&str, &str); 18] = [
     ("sign key", "--sign-key"),
     ("to", "--to"),
     ("trust key", "--trust-key"),
+    ("versions", "--versions"),
 ];
 
 /// The flag of `train` that stands for a setting of the loop or its learner.

@@ -6,6 +6,8 @@ use crate::cli::shared::output::fail;
 use driftless::http::runtime;
 use driftless::store::wait::Stop;
 use driftless::transport::Error as Transport;
+use driftless::transport::activate::STOP_GRACE;
+use driftless::transport::follow::LEAVE_DEADLINE;
 use std::future::poll_fn;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
@@ -17,6 +19,11 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 /// Time in which a command that holds no engine has to end by itself. What it leaves then is what a crash
 /// leaves.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Within which, after a signal, an engine's pause is ended or reported: what is under way and its end have their
+/// deadlines, and this process some time to tell of it.
+pub(crate) const PAUSE_ENDS: Duration =
+    STOP_GRACE.saturating_add(LEAVE_DEADLINE).saturating_add(Duration::from_secs(10));
 
 /// The first signal that came, or 0.
 static CAME: AtomicI32 = AtomicI32::new(0);

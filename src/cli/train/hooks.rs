@@ -1,4 +1,4 @@
-//! The hooks of `driftless train`: what a user adds to a task, by command or by service.
+//! The hooks of `driftless train` and `driftless eval`: what a user adds to a task, by command or by service.
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
@@ -9,13 +9,13 @@ use serde::{Serialize as _, Serializer};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Flags with slime's names, `-command` for `-path`. Each takes a command, which speaks JSON lines, or the URL
-/// of a service.
+/// How answers are made and rewarded. Flags with slime's names, `-command` for `-path`. Each takes a command, which speaks
+/// JSON lines, or the URL of a service.
 #[derive(clap::Args, serde::Serialize)]
 #[command(
     next_help_heading = "Hooks: each a command that speaks JSON lines, or http://host:port/path; see docs/hooks.md"
 )]
-pub(crate) struct HookArgs {
+pub(crate) struct RewardArgs {
     /// How answers are rewarded: exact, math, dapo, deepscaler, f1, gpqa, regex, or remote_rm with --rm-url.
     #[arg(long, value_name = "NAME", conflicts_with = "custom_rm_command")]
     rm_type: Option<String>,
@@ -31,14 +31,28 @@ pub(crate) struct HookArgs {
     #[arg(long, value_name = "HOOK")]
     #[serde(serialize_with = "digest")]
     custom_rm_command: Option<String>,
-    /// Makes prompts, in place of --prompt-data.
-    #[arg(long, value_name = "HOOK", conflicts_with_all = ["prompt_data", "task"])]
-    #[serde(serialize_with = "digest")]
-    data_source_command: Option<String>,
     /// Makes answers, out of one or several generations.
     #[arg(long, value_name = "HOOK")]
     #[serde(serialize_with = "digest")]
     custom_generate_command: Option<String>,
+    /// Processes of each command that work side by side.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<usize>())]
+    #[serde(skip)]
+    hook_processes: usize,
+    /// Seconds that a command or service may take for an answer.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
+    #[serde(skip)]
+    hook_deadline: u64,
+}
+
+/// What is learned from, of the same form.
+#[derive(clap::Args, serde::Serialize)]
+#[command(next_help_heading = "Hooks that choose what is learned from")]
+pub(crate) struct HookArgs {
+    /// Makes prompts, in place of --prompt-data.
+    #[arg(long, value_name = "HOOK", conflicts_with_all = ["prompt_data", "task"])]
+    #[serde(serialize_with = "digest")]
+    data_source_command: Option<String>,
     /// Learn only from groups whose rewards differ; the next prompts take the others' place.
     #[arg(long, value_enum, value_name = "NAME", conflicts_with = "dynamic_sampling_filter_command")]
     dynamic_sampling_filter: Option<SamplingFilter>,
@@ -54,14 +68,6 @@ pub(crate) struct HookArgs {
     #[arg(long, value_name = "HOOK")]
     #[serde(serialize_with = "digest")]
     custom_reward_post_process_command: Option<String>,
-    /// Processes of each command that work side by side.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<usize>())]
-    #[serde(skip)]
-    hook_processes: usize,
-    /// Seconds that a command or service may take for an answer.
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
-    #[serde(skip)]
-    hook_deadline: u64,
 }
 
 /// The start of a hook's digest: what a command or a URL says may be secret.
@@ -78,7 +84,7 @@ enum SamplingFilter {
     NonzeroStd,
 }
 
-impl HookArgs {
+impl RewardArgs {
     fn deadline(&self) -> Duration {
         Duration::from_secs(self.hook_deadline)
     }
@@ -88,11 +94,6 @@ impl HookArgs {
             HookOptions::new(at).with_processes(self.hook_processes).with_deadline(self.deadline())
         };
         Ok(at.map(|at| Hook::open(flag, &options(at))).transpose()?)
-    }
-
-    /// What makes prompts, if a hook does.
-    pub(crate) fn data_source(&self) -> Result<Option<Hook>> {
-        self.hook("--data-source-command", self.data_source_command.as_ref())
     }
 
     /// The reward that was asked for, if one was. Without `labels`, one that compares with them is refused.
@@ -120,23 +121,31 @@ impl HookArgs {
         }
     }
 
-    /// What is learned from these prompts and rewards, with the hooks that were named.
+    /// These prompts with their rewards.
     pub(crate) fn task(&self, source: Arc<dyn DataSource>, reward: Arc<dyn Reward>) -> Result<Task> {
-        let hook = |flag, at: &Option<String>| Ok::<_, Error>(self.hook(flag, at.as_ref())?.map(Arc::new));
+        let generate = self.hook("--custom-generate-command", self.custom_generate_command.as_ref())?;
+        Ok(Task { source, generate: generate.map(Arc::new), reward, filters: Filters::default() })
+    }
+}
+
+impl HookArgs {
+    /// What makes prompts, if a hook does.
+    pub(crate) fn data_source(&self, of: &RewardArgs) -> Result<Option<Hook>> {
+        of.hook("--data-source-command", self.data_source_command.as_ref())
+    }
+
+    /// What is learned from.
+    pub(crate) fn filters(&self, of: &RewardArgs) -> Result<Filters> {
+        let hook = |flag, at: &Option<String>| Ok::<_, Error>(of.hook(flag, at.as_ref())?.map(Arc::new));
         let named = self.dynamic_sampling_filter.map(|SamplingFilter::NonzeroStd| Filter::NonzeroStd);
         let kept = hook("--dynamic-sampling-filter-command", &self.dynamic_sampling_filter_command)?;
-        Ok(Task {
-            source,
-            generate: hook("--custom-generate-command", &self.custom_generate_command)?,
-            reward,
-            filters: Filters {
-                dynamic_sampling: kept.map(Filter::Hook).or(named),
-                rollout_sample: hook("--rollout-sample-filter-command", &self.rollout_sample_filter_command)?,
-                reward_post_process: hook(
-                    "--custom-reward-post-process-command",
-                    &self.custom_reward_post_process_command,
-                )?,
-            },
+        Ok(Filters {
+            dynamic_sampling: kept.map(Filter::Hook).or(named),
+            rollout_sample: hook("--rollout-sample-filter-command", &self.rollout_sample_filter_command)?,
+            reward_post_process: hook(
+                "--custom-reward-post-process-command",
+                &self.custom_reward_post_process_command,
+            )?,
         })
     }
 }

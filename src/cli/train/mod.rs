@@ -1,8 +1,9 @@
 //! `driftless train`.
 
-mod hooks;
+pub(crate) mod evaluation;
+pub(crate) mod hooks;
 mod learn;
-mod report;
+pub(crate) mod report;
 #[cfg(feature = "torch")]
 mod sft;
 mod show;
@@ -24,7 +25,7 @@ use driftless::bridge::activate::Compare;
 use driftless::bridge::engine::Deadlines;
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
 use driftless::bridge::push::PushOptions;
-use driftless::bridge::{ClientOptions, SamplingParams, connect};
+use driftless::bridge::{ClientOptions, connect};
 #[cfg(feature = "torch")]
 use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
 #[cfg(feature = "torch")]
@@ -34,6 +35,7 @@ use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
 use driftless::trainer::{TrainOptions, train};
+use evaluation::DrawArgs;
 use hooks::missing;
 use learn::LearnArgs;
 use report::Summary;
@@ -163,28 +165,6 @@ struct RolloutArgs {
     /// Samples of a prompt.
     #[arg(long, default_value_t = 8, value_parser = numbers::count::<u64>())]
     n_samples_per_prompt: u64,
-    /// Tokens a response may have.
-    #[arg(long, default_value_t = 1024, value_parser = numbers::count::<u32>())]
-    rollout_max_response_len: u32,
-    /// Sampling temperature.
-    #[arg(long, default_value_t = 1.0, value_parser = numbers::positive)]
-    rollout_temperature: f64,
-    /// Sample from the smallest set of tokens with this much probability. Log-probs are of the whole
-    /// distribution.
-    #[arg(long, default_value_t = 1.0, value_parser = numbers::share)]
-    rollout_top_p: f64,
-    /// Sample from so many of the likeliest tokens; -1: from all.
-    #[arg(long, default_value_t = -1, allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..=1 << 31))]
-    rollout_top_k: i64,
-    /// Texts that end a response, for engines with a tokenizer.
-    #[arg(long, value_name = "TEXT", num_args = 1.., value_parser = clap::builder::NonEmptyStringValueParser::new())]
-    rollout_stop: Vec<String>,
-    /// Tokens that end a response, besides the model's own.
-    #[arg(long, value_name = "ID", num_args = 1.., value_parser = clap::value_parser!(i32).range(0..))]
-    rollout_stop_token_ids: Vec<i32>,
-    /// Requests an engine is given at once.
-    #[arg(long, default_value_t = 512, value_parser = numbers::count::<usize>())]
-    sglang_server_concurrency: usize,
     /// Generate the next rollout while training on this one: samples are at most one step old.
     #[arg(long, conflicts_with = "max_staleness")]
     train_async: bool,
@@ -195,13 +175,6 @@ struct RolloutArgs {
     /// Measure on held-out prompts after every so many steps; 0: only at both ends.
     #[arg(long, default_value_t = 20, value_parser = numbers::ordinal())]
     eval_interval: u64,
-    /// How many of the held-out problems of --task.
-    #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
-    n_eval_prompts: u64,
-    /// Seconds that one generation may take, retries and recovering engines included; waiting for its turn is
-    /// not.
-    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
-    generate_deadline: u64,
     /// GiB of the rollout log; beyond that, what no step learns from again is removed after a training
     /// checkpoint.
     #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = numbers::ordinal())]
@@ -213,7 +186,7 @@ struct RolloutArgs {
     #[arg(long)]
     debug_train_only: bool,
     #[command(flatten)]
-    call: keys::CallArgs,
+    draw: DrawArgs,
 }
 
 #[derive(clap::Args)]
@@ -485,20 +458,6 @@ impl RolloutArgs {
             max_staleness => Mode::Bounded { max_staleness },
         }
     }
-
-    /// How tokens are drawn.
-    fn sampling(&self) -> SamplingParams {
-        SamplingParams {
-            temperature: self.rollout_temperature,
-            top_p: self.rollout_top_p,
-            // SGLang knows no 0.
-            top_k: if self.rollout_top_k == 0 { -1 } else { self.rollout_top_k },
-            max_new_tokens: self.rollout_max_response_len,
-            stop_token_ids: self.rollout_stop_token_ids.clone(),
-            stop: self.rollout_stop.clone(),
-            ..SamplingParams::default()
-        }
-    }
 }
 
 impl UpdateArgs {
@@ -551,14 +510,14 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         return Err(Error::usage("--check-weight-update-equal", expected, "both"));
     }
     let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
-    let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.n_eval_prompts)?;
+    let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.draw.n_eval_prompts)?;
     let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(BATCH_SIZE);
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let (lr, n_samples_per_prompt) = (args.lr.unwrap_or(LR), rollout.n_samples_per_prompt);
     let run = learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt };
-    let (mode, sampling) = (rollout.mode(), rollout.sampling());
+    let (mode, sampling) = (rollout.mode(), rollout.draw.sampling());
     let addresses = rollout.rollout_external_engine_addrs;
-    let client = rollout.call.client("--rollout-external-engine-addrs", &addresses)?;
+    let client = rollout.draw.call.client("--rollout-external-engine-addrs", &addresses)?;
     let opened = store::open(&store)?;
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
@@ -580,13 +539,13 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_engine_ca(client.ca)
             .with_mode(mode)
             .with_debug(debug)
-            .with_server_concurrency(rollout.sglang_server_concurrency)
+            .with_server_concurrency(rollout.draw.sglang_server_concurrency)
             .with_eval_interval(rollout.eval_interval)
             .with_save_interval(update.save_interval)
             .with_rollout_log_bytes_max(rollout.rollout_log_gib_max.saturating_mul(1 << 30))
             .with_max_skipped_steps(learn.max_skipped_steps)
             .with_learn(learn.options(&run)?)
             .with_seed(args.seed)
-            .with_generate_deadline(Duration::from_secs(rollout.generate_deadline));
+            .with_generate_deadline(Duration::from_secs(rollout.draw.generate_deadline));
     update.apply(options)
 }

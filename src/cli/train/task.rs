@@ -1,18 +1,17 @@
 //! What `driftless train` learns: prompts, rewards and held-out prompts, from flags with slime's names.
 
+use super::evaluation::{EvalArgs, HeldOut, no_reward, warn_of_refused};
 use super::hooks::{HookArgs, missing};
 use crate::cli::data::{self, source};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
-use clap::builder::{PossibleValue, PossibleValuesParser};
 use driftless::bridge::SamplingParams;
 #[cfg(feature = "torch")]
 use driftless::trainer::LossMask;
 #[cfg(feature = "torch")]
 use driftless::trainer::data::Order;
-use driftless::trainer::data::{DataOptions, Dataset, RowReader, Source};
+use driftless::trainer::data::{Dataset, RowReader, Source};
 use driftless::trainer::hook::Hook;
-use driftless::trainer::metrics::{HELD_OUT, HELD_OUT_GREEDY};
 use driftless::trainer::reward::Reward;
 use driftless::trainer::rollout::EvalSet;
 use driftless::trainer::tasks::problems::Kind;
@@ -21,14 +20,9 @@ use driftless::trainer::tasks::tiny;
 use driftless::trainer::tasks::{DataSource, Generated, Prompts, Sourced, Task};
 use serde::Serializer;
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-
-/// The names of tasks, for clap.
-fn names() -> PossibleValuesParser {
-    PossibleValuesParser::new(Kind::ALL.iter().map(|kind| PossibleValue::new(kind.name).help(kind.what)))
-}
 
 #[derive(clap::Args, serde::Serialize)]
 #[command(next_help_heading = "Task")]
@@ -38,12 +32,6 @@ pub(crate) struct TaskArgs {
     #[arg(long, value_name = "FILE", value_parser = source, conflicts_with = "task")]
     #[serde(serialize_with = "written")]
     prompt_data: Vec<Source>,
-    /// Problems that are made up, with rewards of their own.
-    #[arg(long, value_name = "NAME", value_parser = names())]
-    task: Option<String>,
-    /// How large these problems are, from 1.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(Kind::DIFFICULTY_MAX)))]
-    task_difficulty: u32,
     /// Take the prompts of each epoch in an order of its own.
     #[arg(long)]
     rollout_shuffle: bool,
@@ -55,32 +43,12 @@ pub(crate) struct TaskArgs {
     #[arg(long, value_name = "N", value_parser = numbers::count::<u64>(), conflicts_with = "num_rollout")]
     #[serde(skip)]
     num_epoch: Option<u64>,
-    /// Measure on the prompts of FILE, under NAME. May be given several times.
-    #[arg(long, value_names = ["NAME", "FILE"], num_args = 2)]
-    #[serde(skip)]
-    eval_prompt_data: Vec<String>,
-    /// Samples of each such prompt.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<u64>())]
-    #[serde(skip)]
-    n_samples_per_eval_prompt: u64,
-    /// Sampling temperature of these [default: --rollout-temperature].
-    #[arg(long, value_parser = numbers::at_least_zero)]
-    #[serde(skip)]
-    eval_temperature: Option<f64>,
-    /// Sample these from the smallest set of tokens with this much probability [default: --rollout-top-p].
-    #[arg(long, value_parser = numbers::share)]
-    #[serde(skip)]
-    eval_top_p: Option<f64>,
-    /// Tokens that a response to these may have [default: --rollout-max-response-len].
-    #[arg(long, value_parser = numbers::count::<u32>())]
-    #[serde(skip)]
-    eval_max_response_len: Option<u32>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    eval: EvalArgs,
     #[command(flatten)]
     #[serde(flatten)]
     hooks: HookArgs,
-    #[command(flatten)]
-    #[serde(flatten)]
-    data: DataOptions,
 }
 
 /// Files and their rows.
@@ -93,7 +61,7 @@ pub(crate) struct Chosen {
     pub(crate) task: Task,
     pub(crate) context_len: Option<usize>,
     /// Problems of the task that are only for measuring, and how many.
-    held_out: Option<(Arc<dyn DataSource>, u64)>,
+    held_out: Option<HeldOut>,
     /// Prompts of an epoch, and epochs, where the task has an end.
     epochs: Option<(u64, u64)>,
     /// Whether the reward is one that was asked for, and not the task's own.
@@ -101,19 +69,6 @@ pub(crate) struct Chosen {
 }
 
 impl Chosen {
-    /// The task's own problems that are only for measuring, sampled as the rollouts are and greedily.
-    fn held_out(&self, sampling: &SamplingParams) -> Vec<EvalSet> {
-        let Some((source, prompts)) = &self.held_out else { return Vec::new() };
-        let set = |name: &str, temperature| EvalSet {
-            name: name.to_owned(),
-            task: Task { source: source.clone(), ..self.task.clone() },
-            prompts: *prompts,
-            samples: 1,
-            sampling: SamplingParams { temperature, ..sampling.clone() },
-        };
-        vec![set(HELD_OUT, sampling.temperature), set(HELD_OUT_GREEDY, 0.0)]
-    }
-
     /// Steps of a run that is not told how many it has.
     pub(crate) fn num_rollout(&self, rollout_batch_size: u64) -> Result<u64> {
         let Some((prompts, epochs)) = self.epochs else {
@@ -142,22 +97,14 @@ impl TaskArgs {
         settings.into_iter().map(|(name, value)| (name, text(value))).collect()
     }
 
-    /// The problems that are made up, if they are asked for.
-    fn kind(&self) -> Option<&'static Kind> {
-        self.task.as_deref().and_then(Kind::named)
-    }
-
     /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task, of which
     /// `eval_prompts` are to be measured on.
     pub(crate) fn choose(&self, checkpoint: &Path, seed: u64, eval_prompts: u64) -> Result<Chosen> {
-        if let Some(kind) = self.kind() {
+        if let Some(kind) = self.eval.kind() {
             return self.made_up(kind, checkpoint, seed, eval_prompts);
         }
-        let reward = self
-            .hooks
-            .reward(self.data.label_key.is_some())?
-            .ok_or_else(|| missing("reward", "--rm-type NAME, --rm-url URL or --custom-rm-command HOOK"));
-        match self.hooks.data_source()? {
+        let reward = self.eval.reward()?.ok_or_else(no_reward);
+        match self.hooks.data_source(&self.eval.rewards)? {
             Some(source) => self.sourced(source, checkpoint, reward?),
             None if self.prompt_data.is_empty() => {
                 let expected = "--prompt-data FILE, --data-source-command HOOK or --task NAME";
@@ -167,9 +114,15 @@ impl TaskArgs {
         }
     }
 
+    /// What is learned from these prompts and rewards, with the hooks that were named.
+    fn task(&self, source: Arc<dyn DataSource>, reward: Arc<dyn Reward>) -> Result<Task> {
+        let filters = self.hooks.filters(&self.eval.rewards)?;
+        Ok(Task { filters, ..self.eval.rewards.task(source, reward)? })
+    }
+
     /// Prompts of files.
     fn of_files(&self, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Chosen> {
-        let options = data::options(&self.data, "--prompt-data", &self.prompt_data)?;
+        let options = data::options(&self.eval.data, "--prompt-data", &self.prompt_data)?;
         if options.loss_mask.is_some() {
             let expected = "--loss-type sft_loss: RL learns what engines sample";
             return Err(Error::usage("--loss-mask-type", expected, "policy_loss"));
@@ -179,7 +132,7 @@ impl TaskArgs {
         let prompts = Prompts::new(data, self.rollout_shuffle, self.rollout_seed);
         Ok(Chosen {
             epochs: Some((prompts.len(), self.num_epoch.unwrap_or(1))),
-            task: self.hooks.task(Arc::new(prompts), reward)?,
+            task: self.task(Arc::new(prompts), reward)?,
             context_len: options.rollout_max_context_len,
             held_out: None,
             rewarded: true,
@@ -188,10 +141,10 @@ impl TaskArgs {
 
     /// Prompts of a hook.
     fn sourced(&self, source: Hook, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Chosen> {
-        let options = data::options(&self.data, "--data-source-command", &[])?;
+        let options = data::options(&self.eval.data, "--data-source-command", &[])?;
         let context_len = options.rollout_max_context_len;
         let source = Sourced::new(source, RowReader::open(options, checkpoint)?);
-        let task = self.hooks.task(Arc::new(source), reward)?;
+        let task = self.task(Arc::new(source), reward)?;
         Ok(Chosen { task, context_len, held_out: None, epochs: None, rewarded: true })
     }
 
@@ -203,18 +156,14 @@ impl TaskArgs {
         seed: u64,
         eval_prompts: u64,
     ) -> Result<Chosen> {
-        let reward = self.hooks.reward(true)?;
+        let reward = self.eval.rewards.reward(true)?;
         let rewarded = reward.is_some();
-        let options = data::options(&self.data, "--task", &[])?;
-        let context_len = options.rollout_max_context_len;
-        let reader = RowReader::open(options, checkpoint)?;
-        let difficulty = self.task_difficulty;
-        let count = usize::try_from(eval_prompts).unwrap_or(usize::MAX);
-        let held_out = || Generated::held_out(kind, difficulty, count, reader.clone());
-        let held_out = (count > 0).then(held_out).transpose()?;
-        let held_out = held_out.map(|problems| (Arc::new(problems) as Arc<dyn DataSource>, eval_prompts));
+        let reader = self.eval.reader(checkpoint)?;
+        let context_len = self.eval.context_len();
+        let (difficulty, held_out) =
+            (self.eval.task_difficulty, self.eval.held_out(kind, &reader, eval_prompts)?);
         let practice = Generated::practice(kind, difficulty, seed, reader);
-        let task = self.hooks.task(Arc::new(practice), reward.unwrap_or_else(|| Arc::new(kind)))?;
+        let task = self.task(Arc::new(practice), reward.unwrap_or_else(|| Arc::new(kind)))?;
         Ok(Chosen { task, context_len, held_out, epochs: None, rewarded })
     }
 
@@ -227,11 +176,11 @@ impl TaskArgs {
         count: Option<u64>,
         seed: u64,
     ) -> Result<Conversations> {
-        let kind = self.kind();
+        let kind = self.eval.kind();
         if self.prompt_data.is_empty() && kind.is_none() {
             return Err(missing("what to learn", "--prompt-data FILE, --task NAME or --text FILE"));
         }
-        let mut options = data::options(&self.data, "--prompt-data", &self.prompt_data)?;
+        let mut options = data::options(&self.eval.data, "--prompt-data", &self.prompt_data)?;
         options.loss_mask.get_or_insert(LossMask::Generation);
         let reader = match (checkpoint, kind) {
             (Some(checkpoint), _) => RowReader::open(options, checkpoint)?,
@@ -242,7 +191,7 @@ impl TaskArgs {
             None => Dataset::read(&reader)?,
             Some(kind) => {
                 let count = count.ok_or_else(|| missing("steps of the run", "--num-rollout N"))?;
-                Generated::worked(kind, self.task_difficulty, seed, count, reader)?
+                Generated::worked(kind, self.eval.task_difficulty, seed, count, reader)?
             }
         };
         warn_of_refused(&data);
@@ -258,33 +207,11 @@ impl TaskArgs {
         checkpoint: &Path,
         sampling: &SamplingParams,
     ) -> Result<Vec<EvalSet>> {
-        let mut sets = chosen.held_out(sampling);
-        let mut names: BTreeSet<_> = sets.iter().map(|set| set.name.clone()).collect();
-        let mut named = self.eval_prompt_data.iter().step_by(2);
-        if let Some(name) = named.find(|name| !names.insert((*name).clone())) {
-            let expected = "a name of its own for each file";
-            return Err(Error::usage("--eval-prompt-data", expected, format!("`{name}` twice")));
+        if !self.eval.eval_prompt_data.is_empty() && !chosen.rewarded {
+            return Err(missing("--eval-prompt-data: reward", "--prompt-data with a reward"));
         }
-        for pair in self.eval_prompt_data.chunks_exact(2) {
-            let (name, file) =
-                (pair[0].clone(), source(&pair[1]).map_err(|error| missing("--eval-prompt-data", &error))?);
-            let options = data::options(&self.data, "--eval-prompt-data", &[file])?;
-            if !chosen.rewarded {
-                return Err(missing("--eval-prompt-data: reward", "--prompt-data with a reward"));
-            }
-            let source = Prompts::new(Dataset::load(&options, checkpoint)?, false, 0);
-            source.check(checkpoint)?;
-            let (prompts, samples) = (source.len(), self.n_samples_per_eval_prompt);
-            let task = Task { source: Arc::new(source), ..chosen.task.clone() };
-            let sampling = SamplingParams {
-                temperature: self.eval_temperature.unwrap_or(sampling.temperature),
-                top_p: self.eval_top_p.unwrap_or(sampling.top_p),
-                max_new_tokens: self.eval_max_response_len.unwrap_or(sampling.max_new_tokens),
-                ..sampling.clone()
-            };
-            sets.push(EvalSet { name, task, prompts, samples, sampling });
-        }
-        Ok(sets)
+        let named = self.eval.named(checkpoint)?;
+        self.eval.sets(chosen.held_out.as_ref(), named, &chosen.task, sampling)
     }
 }
 
@@ -294,14 +221,4 @@ pub(crate) struct Conversations {
     pub(crate) data: Dataset,
     pub(crate) order: Order,
     pub(crate) epochs: u64,
-}
-
-fn warn_of_refused(data: &Dataset) {
-    if data.bad + data.too_long > 0 {
-        tracing::warn!(
-            broken = data.bad,
-            too_long = data.too_long,
-            "prompts left out; `driftless data` shows them"
-        );
-    }
 }

@@ -1,17 +1,20 @@
 //! Measuring on held-out prompts. Their answers are logged, and never learned from.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use driftless_bridge::{Label, SamplingParams};
-use driftless_buffer::Scalars;
+use driftless_buffer::{Log, Scalars};
 use tokio::task::JoinSet;
 
 use super::group::{answer, check_count, rewards};
 use super::record::{Answered, EvaluationNote, append_answers};
-use super::{Rollouts, finished};
+use super::{Policy, Progress, Queue, RolloutOptions, Rollouts, finished};
 use crate::error::{Error, Result};
-use crate::metrics::{SetMetrics, is_verdict, unix_us};
+use crate::metrics::{EvalMetrics, SetMetrics, is_verdict, unix_us};
+use crate::options::Mode;
+use crate::sample::Engines;
 use crate::tasks::Task;
 
 /// Prompts to measure on.
@@ -45,6 +48,39 @@ struct Asked {
 }
 
 impl Rollouts {
+    /// What only measures on sets with the parts of `task`, and generates nothing to learn from.
+    pub(crate) fn to_measure(
+        engines: Arc<dyn Engines>,
+        task: Task,
+        log: Log,
+        options: RolloutOptions,
+    ) -> Arc<Self> {
+        let policy = Policy::new(Mode::Synchronous, options.rollout_batch_size, 0);
+        let queue = Queue::open(policy, &log.reader(), options.n_samples_per_prompt, 0, BTreeMap::new());
+        let (progress, queue): (Progress, _) = (Arc::new(|_, _, _| {}), Arc::new(queue));
+        Arc::new(Rollouts { engines, task, log, progress, queue, options })
+    }
+
+    /// Measures on each of these sets, one after the other. One of which no prompt could be measured is left out, unless
+    /// that `is_mistake`.
+    pub(crate) async fn measure_all(
+        self: &Arc<Self>,
+        sets: &[EvalSet],
+        step: u64,
+        minimum: Option<Label>,
+        is_mistake: bool,
+    ) -> Result<EvalMetrics> {
+        let mut eval = EvalMetrics::default();
+        for set in sets {
+            match self.clone().measure(set, step, minimum.clone()).await {
+                Ok(measured) => _ = eval.sets.insert(set.name.clone(), measured),
+                Err(error) if is_mistake => return Err(error),
+                Err(error) => tracing::warn!(set = set.name, %error, "none of its prompts was measured"),
+            }
+        }
+        Ok(eval)
+    }
+
     /// Asks every prompt of `set` after `step` steps, on engines with weights of `minimum` or later. Each prompt's
     /// answers are durable, with their rewards, once it is measured.
     ///

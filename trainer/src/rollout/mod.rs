@@ -8,6 +8,7 @@
 mod fates;
 mod group;
 mod keep;
+mod log;
 mod measure;
 mod parts;
 mod pieces;
@@ -15,6 +16,7 @@ mod queue;
 mod record;
 
 pub use crate::schedule::Policy;
+pub(crate) use log::open_log;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
 pub use queue::{Dropped, Queue, Since};

@@ -338,19 +338,8 @@ impl Session<'_> {
         let rollouts = self.rollouts.as_ref().filter(|_| !self.options.eval.is_empty());
         let Some(rollouts) = rollouts else { return Ok(None) };
         self.wait_on("the held-out prompts", "");
-        let mut eval = EvalMetrics::default();
-        for set in &self.options.eval {
-            match self.block_on(rollouts.clone().measure(set, step, self.label()?)) {
-                Ok(measured) => {
-                    eval.sets.insert(set.name.clone(), measured);
-                }
-                // What cannot be measured at all is a mistake at the start, and bad luck later.
-                Err(error) if step > 0 => {
-                    tracing::warn!(set = set.name, %error, "none of its prompts was measured")
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        // What cannot be measured at all is a mistake at the start, and bad luck later.
+        let eval = self.block_on(rollouts.measure_all(&self.options.eval, step, self.label()?, step == 0))?;
         self.tell(Event::Evaluated { step, eval: eval.clone() });
         Ok(Some(eval))
     }

@@ -4,13 +4,12 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of};
 use driftless_bridge::fleet::{FleetOptions, Phase, PhaseTold};
 use driftless_bridge::{Expected, Fleet};
-use driftless_buffer::{self as buffer, Identity, Log, Record, Retention};
-use driftless_store::os::regular;
+use driftless_buffer::{Log, Record, Retention};
 use driftless_store::{Store, chain_text};
 use driftless_transport::activate::How;
 use driftless_transport::publish::{PublisherOptions, Start};
@@ -32,7 +31,7 @@ use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, MetricsFile, StepMetrics};
 use crate::options::{Debug, Mode};
 use crate::push::Pusher;
-use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts};
+use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts, open_log};
 use crate::seed::first_bits;
 
 /// The file of what each step did.
@@ -126,7 +125,7 @@ impl<'o> Session<'o> {
         let (record, updates) = open_run(options, learner.publishes())?;
         let run_id = record.run_id.unwrap_or_else(RunId::random);
         // It is locked before anything of the run is changed.
-        let log = open_log(options, run_id)?;
+        let log = open_log(&options.save.join(LOG), &options.hf_checkpoint, run_id)?;
         let mut session = Session {
             place: place(options, run_id),
             metrics: MetricsFile::open(&options.save.join(METRICS), u64::MAX)?,
@@ -523,25 +522,6 @@ fn claimed_by_us(store: &Arc<dyn Store>, name: &str) -> Result<bool> {
         Err(transport::Error::NoSuchRun { .. }) => Ok(false),
         Err(error) => Err(error.into()),
     }
-}
-
-fn open_log(options: &TrainOptions, run_id: RunId) -> Result<Log> {
-    let tokenizer = options.hf_checkpoint.join("tokenizer.json");
-    let tokenizer = match regular::read(&tokenizer) {
-        Ok(bytes) => bytes,
-        // A model without a tokenizer is used with token ids alone.
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-        Err(source) => return Err(Error::Io { action: "read", path: tokenizer, source }),
-    };
-    let identity = Identity {
-        run_id: *run_id.as_bytes(),
-        model: MODEL.to_owned(),
-        tokenizer_digest: *blake3::hash(&tokenizer).as_bytes(),
-    };
-    let mut log = buffer::Options::new(identity);
-    log.sync = buffer::SyncPolicy::Manual;
-    log.wait_deadline = Duration::from_secs(60);
-    Ok(Log::open(options.save.join(LOG), log)?)
 }
 
 fn place(options: &TrainOptions, run_id: RunId) -> Workspace {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use driftless_bridge::engine::{Attached, LiveWeights};
 use driftless_bridge::fleet::Newest;
 use driftless_bridge::{Fleet, Label};
-use driftless_store::ContentDigest;
+use driftless_store::{ContentDigest, Entry};
 use driftless_transport::activate::Compared;
 use driftless_transport::gc::{Ack, Phases};
 use driftless_transport::manifest::Manifest;
@@ -22,6 +22,7 @@ use super::converge::serves;
 use super::versions::Versions;
 use super::weights::weights_digest;
 use crate::error::{Error, Result};
+use crate::evaluate::FOLLOWER_ID;
 use crate::learner::MODEL;
 use crate::metrics::{PublicationMetrics, unix_us};
 
@@ -226,7 +227,9 @@ impl Updates {
 
     fn told(&self, version: Version) -> Result<Told> {
         let mut told = Told::default();
-        for entry in self.run.followers()? {
+        // An evaluation brings old versions to engines of its own.
+        let of_hosts = |entry: &Entry| !entry.key.name().starts_with(FOLLOWER_ID);
+        for entry in self.run.followers()?.into_iter().filter(of_hosts) {
             let bytes = self.run.store().get(&entry.key, None).map_err(driftless_transport::Error::from)?;
             // A follower that is at another version, or of a newer program, tells nothing about this one.
             let Ok(ack) = serde_json::from_slice::<Ack>(&bytes) else { continue };

@@ -163,6 +163,7 @@ pub(super) const HOUSES: &[House] = &[
             &["hook", "learner"],
             &["tasks"],
             &["rollout"],
+            &["evaluate"],
             &["train"],
         ],
     },
