@@ -102,6 +102,9 @@ pub struct GenerateRequest {
     /// Requests with the same number begin with the same tokens. A fleet keeps them on one engine, whose cache then
     /// has the prompt; engines do not see it.
     pub affinity: Option<u64>,
+    /// In a [`Fleet`](crate::Fleet), requests of a higher one get free places first; those of the same one in the order in
+    /// which they ask. Engines do not see it.
+    pub priority: u8,
     /// The first tokens of the answer, drawn before. A [`Fleet`](crate::Fleet) has an engine go on behind them, and its
     /// reply has them too; an engine that is asked by itself does not see them.
     pub drawn: Drawn,
@@ -110,10 +113,11 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
-    /// A request that shares its prompt with no other.
+    /// A request of priority 0 that shares its prompt with no other.
     #[must_use]
     pub fn new(rid: Rid, input_ids: Vec<i32>, sampling: SamplingParams) -> Self {
-        Self { rid, input_ids, sampling, affinity: None, drawn: Drawn::default(), meter: Meter::default() }
+        let (drawn, meter) = (Drawn::default(), Meter::default());
+        Self { rid, input_ids, sampling, affinity: None, priority: 0, drawn, meter }
     }
 
     /// A greedy request of our own, which ends with `max_new_tokens` only.

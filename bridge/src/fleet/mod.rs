@@ -256,7 +256,7 @@ impl Fleet {
     /// ([`FleetOptions::newest`]). The sample is then tried again, elsewhere or
     /// once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
     ///
-    /// Requests get places in the order in which they asked. One that no engine may take yet does not hold up those
+    /// Requests get places by their priority, and else in the order in which they asked. One that no engine may take yet does not hold up those
     /// behind it. The runtime that attached the fleet has to run meanwhile: a task of it gives the places.
     ///
     /// # Errors
@@ -393,9 +393,10 @@ impl Fleet {
         if left.is_zero() {
             return Ok(None);
         }
-        let (rid, minimum, affinity) = (request.rid, minimum.cloned(), request.affinity);
+        let GenerateRequest { rid, affinity, priority, .. } = *request;
+        let minimum = minimum.cloned();
         let (answer, lease) = oneshot::channel();
-        let waiter = Waiter { rid, minimum, affinity, left, counted: Instant::now(), answer };
+        let waiter = Waiter { rid, minimum, affinity, priority, left, counted: Instant::now(), answer };
         self.ask.send(waiter).await.map_err(Error::set_up("a task of the fleet"))?;
         Ok(lease.await.ok())
     }

@@ -17,6 +17,7 @@ pub(super) struct Waiter {
     pub(super) rid: Rid,
     pub(super) minimum: Option<Label>,
     pub(super) affinity: Option<u64>,
+    pub(super) priority: u8,
     /// How much longer it may be without an engine that may take it.
     pub(super) left: Duration,
     /// Up to when `left` is counted.
@@ -25,7 +26,7 @@ pub(super) struct Waiter {
     pub(super) answer: oneshot::Sender<Lease>,
 }
 
-/// Waiters in the order in which they came.
+/// Waiters, those of a higher priority first, and else in the order in which they came.
 #[derive(Debug)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiter>,
@@ -42,7 +43,8 @@ impl Queue {
     }
 
     pub(super) fn push(&mut self, waiter: Waiter) {
-        self.waiting.push_back(waiter);
+        let behind = self.waiting.partition_point(|before| before.priority >= waiter.priority);
+        self.waiting.insert(behind, waiter);
     }
 
     /// Takes out those that have a place now, each with its engine, where it is counted. The first goes first; one
@@ -132,9 +134,14 @@ mod tests {
         }
 
         fn push(&mut self, minimum: Option<&str>) {
+            self.push_with(0, minimum);
+        }
+
+        fn push_with(&mut self, priority: u8, minimum: Option<&str>) {
             let (answer, waiting) = oneshot::channel();
             let (rid, minimum) = (self.rid(), minimum.map(|label| label.parse().unwrap()));
-            self.queue.push(Waiter { rid, minimum, affinity: None, left: LEFT, counted: self.begin, answer });
+            let (affinity, counted) = (None, self.begin);
+            self.queue.push(Waiter { rid, minimum, affinity, priority, left: LEFT, counted, answer });
             self.waiting.push(waiting);
         }
 
@@ -184,6 +191,16 @@ mod tests {
         scene.standings.iter_mut().for_each(|standing| standing.in_flight = 1);
         assert_eq!(scene.serve(), rids([0]), "the engine that has it has one place");
         assert_eq!((scene.waiting(), scene.standings[1].in_flight), (rids([2]), 2));
+    }
+
+    #[test]
+    fn serve_gives_places_to_higher_priorities_first() {
+        let mut scene = Scene::new(1, 4);
+        for (priority, minimum) in [(0, None), (0, None), (2, Some(LATER)), (1, None), (2, None), (0, None)] {
+            scene.push_with(priority, minimum);
+        }
+        assert_eq!(scene.serve(), rids([4, 3, 0, 1]), "one that no engine may take holds up none");
+        assert_eq!(scene.waiting(), rids([2, 5]));
     }
 
     #[test]

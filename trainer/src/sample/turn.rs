@@ -8,6 +8,9 @@ use super::{Prompt, Trajectory};
 use crate::error::Result;
 use crate::seed::mix;
 
+/// Measuring is waited for: its requests go before those of training.
+const EVALUATION: u8 = 1;
+
 /// What generates: a fleet, or what stands in for one in tests.
 #[async_trait]
 pub trait Engines: Send + Sync {
@@ -118,6 +121,7 @@ impl Turn<'_> {
         }
         let mut request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);
         request.meter = self.meter.clone();
+        request.priority = if self.evaluation { EVALUATION } else { 0 };
         let generation = match self.underway {
             None => self.engines.generate(request, self.minimum, &mut |_| {}).await,
             Some(underway) => {
