@@ -105,6 +105,9 @@ pub struct GenerateRequest {
     /// In a [`Fleet`](crate::Fleet), requests of a higher one get free places first; those of the same one in the order in
     /// which they ask. Engines do not see it.
     pub priority: u8,
+    /// Requests of different ones share nothing of an engine's prefix cache. A [`Fleet`](crate::Fleet) takes the label that
+    /// the engine has.
+    pub salt: Option<String>,
     /// The first tokens of the answer, drawn before. A [`Fleet`](crate::Fleet) has an engine go on behind them, and its
     /// reply has them too; an engine that is asked by itself does not see them.
     pub drawn: Drawn,
@@ -117,7 +120,7 @@ impl GenerateRequest {
     #[must_use]
     pub fn new(rid: Rid, input_ids: Vec<i32>, sampling: SamplingParams) -> Self {
         let (drawn, meter) = (Drawn::default(), Meter::default());
-        Self { rid, input_ids, sampling, affinity: None, priority: 0, drawn, meter }
+        Self { rid, input_ids, sampling, affinity: None, priority: 0, salt: None, drawn, meter }
     }
 
     /// A greedy request of our own, which ends with `max_new_tokens` only.

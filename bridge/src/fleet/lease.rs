@@ -94,7 +94,7 @@ impl Lease {
     /// Has the engine go on behind what is drawn of an answer.
     pub(super) async fn attempt(
         mut self,
-        request: &GenerateRequest,
+        request: GenerateRequest,
         minimum: Option<&Label>,
         answer: &mut Answer<'_>,
     ) -> Attempt {
@@ -163,7 +163,7 @@ impl Lease {
     /// weights change under such a reply.
     async fn generate(
         &self,
-        request: &GenerateRequest,
+        mut request: GenerateRequest,
         minimum: Option<&Label>,
         answer: &mut Answer<'_>,
     ) -> Result<Option<(Generation, Option<String>)>> {
@@ -174,6 +174,9 @@ impl Lease {
         };
         let spans = identity.as_ref().is_some_and(|identity| identity.spans);
         let began = if spans { serving } else { engine.label().await? };
+        // An update that drops no cache leaves prefixes of older weights there.
+        request.salt.clone_from(&began);
+        let request = &request;
         let vocabulary = self.member.expected.config.vocabulary;
         let mut versions =
             Versions { settled: &self.member.shared.settled, began: began.as_deref(), known: true };

@@ -298,7 +298,7 @@ impl Fleet {
             let begin = Instant::now();
             left = lease.left;
             let lease = lease.counted(request.meter.clone(), again);
-            match lease.attempt(&request.rest(), minimum, &mut answer).await {
+            match lease.attempt(request.rest(), minimum, &mut answer).await {
                 Attempt::Done(rest) => return Ok(request.drawn.whole(rest)),
                 Attempt::Over(error) => return Err(error),
                 Attempt::Again(cause, reason) => {

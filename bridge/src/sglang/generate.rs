@@ -15,13 +15,18 @@ pub(crate) fn body(request: &GenerateRequest, stream_interval: Option<u32>) -> V
     if let Some(interval) = stream_interval {
         sampling["stream_interval"] = interval.into();
     }
-    json!({
+    let mut body = json!({
         "rid": request.rid.to_string(),
         "input_ids": request.input_ids,
         "sampling_params": sampling,
         "return_logprob": true,
         "stream": stream_interval.is_some(),
-    })
+    });
+    if let Some(salt) = &request.salt {
+        // Releases before 0.5.23 have no `cache_salt`.
+        body["extra_key"] = salt.as_str().into();
+    }
+    body
 }
 
 /// Everything is sent: the server's defaults may come from its `--preferred-sampling-params`.
@@ -254,6 +259,8 @@ mod tests {
         ] {
             assert_eq!(body["sampling_params"][name], json!(neutral), "{name}");
         }
+        assert!(body.get("extra_key").is_none(), "the server's own requests have none");
+        assert_eq!(super::body(&request().with_salt("a:1".to_owned()), None)["extra_key"], "a:1");
     }
 
     const LOGPROBS: &str = r#""output_token_logprobs":[[-0.5,5,null],[-1.5,6,"x"]]"#;

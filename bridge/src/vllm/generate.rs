@@ -56,6 +56,9 @@ pub(super) fn body(request: &GenerateRequest, stream: bool) -> Value {
         // Seeds are signed there.
         body["seed"] = seed.cast_signed().into();
     }
+    if let Some(salt) = &request.salt {
+        body["cache_salt"] = salt.as_str().into();
+    }
     body
 }
 

@@ -226,6 +226,8 @@ fn fleet_routes_to_both_kinds_by_their_labels() {
         assert_eq!(made.engine, format!("http://{}", vllm.address), "the other one is behind");
         assert_eq!((made.output_ids, made.spans[0].label.as_str()), (vec![7], NEW));
     }
+    let salts: Vec<_> = vllm.server().generations.iter().map(|body| body["cache_salt"].clone()).collect();
+    assert_eq!(salts, [NEW; 4], "what other weights left in its cache is not for them");
     let engines: Vec<_> = (4..8)
         .map(|sample| runtime.block_on(fleet.generate(request(sample), None)).unwrap().engine)
         .collect();
