@@ -151,6 +151,19 @@ impl EvalArgs {
         Ok(problems.map(|problems| (Arc::new(problems) as Arc<dyn DataSource>, prompts)))
     }
 
+    /// Refuses two sets of one name; a task's own problems have theirs.
+    pub(super) fn check_names(&self) -> Result<()> {
+        let own = self.task.iter().flat_map(|_| [HELD_OUT, HELD_OUT_GREEDY]);
+        let mut names: BTreeSet<_> = own.collect();
+        match self.eval_prompt_data.iter().step_by(2).find(|name| !names.insert(name.as_str())) {
+            None => Ok(()),
+            Some(name) => {
+                let expected = "a name of its own for each file";
+                Err(Error::usage("--eval-prompt-data", expected, format!("`{name}` twice")))
+            }
+        }
+    }
+
     /// Reads the sets that are named, with the tokenizer of `checkpoint`.
     pub(super) fn named(&self, checkpoint: &Path) -> Result<Vec<Named>> {
         let mut named = Vec::new();
@@ -174,7 +187,7 @@ impl EvalArgs {
         named: Vec<Named>,
         task: &Task,
         sampling: &SamplingParams,
-    ) -> Result<Vec<EvalSet>> {
+    ) -> Vec<EvalSet> {
         let of = |source: Arc<dyn DataSource>| Task { source, ..task.clone() };
         let own = |(source, prompts): &HeldOut| {
             [(HELD_OUT, sampling.temperature), (HELD_OUT_GREEDY, 0.0)].map(|(name, temperature)| EvalSet {
@@ -186,12 +199,7 @@ impl EvalArgs {
             })
         };
         let mut sets: Vec<_> = held_out.into_iter().flat_map(own).collect();
-        let mut names: BTreeSet<_> = sets.iter().map(|set| set.name.clone()).collect();
         for (name, prompts) in named {
-            if !names.insert(name.clone()) {
-                let expected = "a name of its own for each file";
-                return Err(Error::usage("--eval-prompt-data", expected, format!("`{name}` twice")));
-            }
             let sampling = SamplingParams {
                 temperature: self.eval_temperature.unwrap_or(sampling.temperature),
                 top_p: self.eval_top_p.unwrap_or(sampling.top_p),
@@ -201,7 +209,7 @@ impl EvalArgs {
             let (count, samples) = (prompts.len(), self.n_samples_per_eval_prompt);
             sets.push(EvalSet { name, task: of(prompts), prompts: count, samples, sampling });
         }
-        Ok(sets)
+        sets
     }
 
     /// What is measured where nothing is learned, with the tokenizer of `checkpoint`.
@@ -211,6 +219,7 @@ impl EvalArgs {
         eval_prompts: u64,
         sampling: &SamplingParams,
     ) -> Result<Vec<EvalSet>> {
+        self.check_names()?;
         let kind = self.kind();
         let reward = self.rewards.reward(kind.is_some() || self.data.label_key.is_some())?;
         if kind.is_none() && self.eval_prompt_data.is_empty() {
@@ -231,7 +240,7 @@ impl EvalArgs {
                 "--n-eval-prompts above 0, or --eval-prompt-data NAME FILE",
             ));
         };
-        self.sets(held_out.as_ref(), named, &self.rewards.task(source, reward)?, sampling)
+        Ok(self.sets(held_out.as_ref(), named, &self.rewards.task(source, reward)?, sampling))
     }
 }
 

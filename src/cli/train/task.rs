@@ -207,11 +207,12 @@ impl TaskArgs {
         checkpoint: &Path,
         sampling: &SamplingParams,
     ) -> Result<Vec<EvalSet>> {
+        self.eval.check_names()?;
         if !self.eval.eval_prompt_data.is_empty() && !chosen.rewarded {
             return Err(missing("--eval-prompt-data: reward", "--prompt-data with a reward"));
         }
         let named = self.eval.named(checkpoint)?;
-        self.eval.sets(chosen.held_out.as_ref(), named, &chosen.task, sampling)
+        Ok(self.eval.sets(chosen.held_out.as_ref(), named, &chosen.task, sampling))
     }
 }
 
