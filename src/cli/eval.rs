@@ -143,6 +143,15 @@ fn options(args: Args, scratch: &Path) -> Result<EvaluateOptions> {
     let versions: Wanted = args.versions.parse()?;
     let dir = args.checkpoint_dir.unwrap_or_else(|| scratch.join("checkpoint"));
     paths::check_own("--checkpoint-dir", &dir, None)?;
+    let is_empty = std::fs::read_dir(&dir).map_or(true, |mut files| files.next().is_none());
+    if args.checkpoint.is_some() && !is_empty {
+        let expected = "an empty directory, or none, with --checkpoint".to_owned();
+        return Err(Error::Usage {
+            what: "--checkpoint-dir".to_owned(),
+            expected,
+            found: dir.display().to_string(),
+        });
+    }
     let log = args.log.unwrap_or_else(|| scratch.join("log"));
     paths::check_place("--log", &log)?;
     let sets = args.eval.alone(&start, args.draw.n_eval_prompts, &args.draw.sampling())?;

@@ -33,6 +33,8 @@ const BATCH: u64 = 64;
 const PROMPT: usize = 1000;
 /// Ids of a piece of a stream.
 const PIECE: usize = 64;
+/// Answers that are streamed at a time.
+const STREAMS: u64 = 5 * BATCH;
 /// Ids of a streamed answer.
 const STREAMED: usize = 2000;
 const LABEL: &str = "3f0c9a12b7de:1";
@@ -64,6 +66,11 @@ impl Engines for NoOp {
     ) -> driftless_bridge::Result<Generation> {
         let length = if let Manner::Whole(length) = self.manner { length } else { STREAMED };
         let (output_ids, log_probs) = (vec![3; length], vec![-0.5; length]);
+        if let Manner::Streamed(pause) = self.manner {
+            // Answers of a step begin at once, and would all have their pieces at once.
+            let at = request.affinity.unwrap_or_default() % STREAMS;
+            tokio::time::sleep(pause.mul_f64(at as f64 / STREAMS as f64)).await;
+        }
         if !matches!(self.manner, Manner::Whole(_)) {
             for (ids, log_probs) in output_ids.chunks(PIECE).zip(log_probs.chunks(PIECE)) {
                 told(Piece { output_ids: ids, log_probs, label: LABEL });

@@ -17,7 +17,7 @@ pub struct Goodput {
     pub began_at_ms: u64,
     /// In all.
     pub places_s: f64,
-    /// Tokens were drawn that a step learned from.
+    /// Tokens were drawn of groups that a step took, but those that are too old.
     pub trained_s: f64,
     /// Tokens were drawn that are kept, and that a step may still learn from.
     pub waiting_s: f64,
@@ -102,7 +102,12 @@ impl Goodput {
     /// The sum over the processes of a run, of lines in order; `None` without any.
     pub fn total<'a>(lines: impl IntoIterator<Item = &'a Goodput>) -> Option<Goodput> {
         let last: BTreeMap<u64, &Goodput> = lines.into_iter().map(|line| (line.began_at_ms, line)).collect();
-        last.into_values().cloned().reduce(|all, next| {
+        last.into_values().cloned().reduce(|mut all, next| {
+            // What became of that is not counted by the process that went on with it.
+            let open = std::mem::take(&mut all.waiting_s) + std::mem::take(&mut all.under_way_s);
+            if open > 0.0 {
+                *all.left_out_s.entry("restart".to_owned()).or_default() += open;
+            }
             let add = |mut all: BTreeMap<String, f64>, next: BTreeMap<String, f64>| {
                 next.into_iter().for_each(|(name, time)| *all.entry(name).or_default() += time);
                 all
@@ -140,6 +145,9 @@ mod tests {
         let lines = [line(1, 10.0, 4.0), line(1, 20.0, 8.0), line(5, 10.0, 9.0)];
         let total = Goodput::total(&lines).unwrap();
         assert_eq!(total, Goodput { began_at_ms: 1, ..line(1, 30.0, 17.0) });
+        let open = Goodput { waiting_s: 2.0, under_way_s: 1.0, places_s: 3.0, ..line(0, 0.0, 0.0) };
+        let total = Goodput::total([&open, &open, &lines[2]]).unwrap();
+        assert_eq!((total.waiting_s, total.left_out_s["restart"]), (0.0, 3.0));
         assert!(total.remainder().abs() < 1e-12);
         assert_eq!(Goodput::total([]), None);
     }

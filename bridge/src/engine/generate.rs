@@ -105,8 +105,8 @@ pub struct GenerateRequest {
     /// In a [`Fleet`](crate::Fleet), requests of a higher one get free places first; those of the same one in the order in
     /// which they ask. Engines do not see it.
     pub priority: u8,
-    /// Requests of different ones share nothing of an engine's prefix cache. A [`Fleet`](crate::Fleet) takes the label that
-    /// the engine has.
+    /// Requests of different ones share nothing of an engine's prefix cache. Without one, a [`Fleet`](crate::Fleet)
+    /// takes the label that the engine has.
     pub salt: Option<String>,
     /// The first tokens of the answer, drawn before. A [`Fleet`](crate::Fleet) has an engine go on behind them, and its
     /// reply has them too; an engine that is asked by itself does not see them.

@@ -116,7 +116,9 @@ impl Lease {
                     match (unusable(&generation, before.as_deref(), minimum), &generation.finish) {
                         (None, Finish::Abort { message }) => {
                             answer.keep_rest(behind, &generation);
-                            self.marks().kept = Some(Instant::now());
+                            if !generation.output_ids.is_empty() {
+                                self.marks().kept = Some(Instant::now());
+                            }
                             (Cause::Aborted, format!("aborted by somebody else: {message}"))
                         }
                         (None, _) => {
@@ -175,7 +177,7 @@ impl Lease {
         let spans = identity.as_ref().is_some_and(|identity| identity.spans);
         let began = if spans { serving } else { engine.label().await? };
         // An update that drops no cache leaves prefixes of older weights there.
-        request.salt.clone_from(&began);
+        request.salt = request.salt.or_else(|| began.clone());
         let request = &request;
         let vocabulary = self.member.expected.config.vocabulary;
         let mut versions =

@@ -122,8 +122,8 @@ impl Member {
 
     /// A request takes a place, from this moment on.
     pub(super) fn taken(&self) -> Instant {
-        let now = Instant::now();
         let mut state = self.state();
+        let now = Instant::now();
         state.in_flight += 1;
         self.turn_to(&state, now);
         now
@@ -240,9 +240,9 @@ impl Member {
     /// A request is no longer under way. It had got on so far, and ended for `cause` unless it is whole; `again` says why
     /// it was made again. Returns for how long it drew what stays.
     pub(super) fn freed(&self, marks: Marks, cause: Option<Cause>, again: Option<Cause>) -> Duration {
+        let mut state = self.state();
         let now = Instant::now();
         let spent = marks.spent(now, cause.is_none());
-        let mut state = self.state();
         state.in_flight -= 1;
         self.turn_to(&state, now);
         self.clock().end(spent, cause, again);

@@ -118,18 +118,19 @@ impl Roster {
 
     /// Lets an engine go. Requests that are under way on it are aborted, and tried elsewhere.
     pub(super) fn leave(&self, member: &Member) {
+        let mut left = self.left();
         let mut entries = self.entries();
         let found = entries.iter().position(|entry| entry.member.id() == member.id());
         let entry = found.map(|at| entries.remove(at));
         drop(entries);
         member.leave();
-        if entry.is_some() {
-            self.tell(member, None);
-        }
-        let mut left = self.left();
+        let is_gone = entry.is_some();
         left.ending.extend(entry.map(|entry| entry.member));
         left.sweep();
         drop(left);
+        if is_gone {
+            self.tell(member, None);
+        }
         self.shared.stirred.notify_one();
     }
 
@@ -139,7 +140,6 @@ impl Roster {
         left.sweep();
         let mut gone = left.usage.clone();
         left.ending.iter().for_each(|member| gone.add(&member.usage()));
-        drop(left);
         let usage = |member: Arc<Member>| (member.engine.url().to_owned(), member.usage());
         (self.members().into_iter().map(usage).collect(), gone)
     }

@@ -356,7 +356,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     let shown = show.clone();
     end_on_signals(move || shown.run())?;
     let bus =
-        Bus::start(vec![Box::new(move |fact: &Fact| show.take(fact)), Box::new(EventFile::open(&save)?)])?;
+        Bus::start(vec![Box::new(move |fact: &Fact| show.take(fact)), Box::new(EventFile::new(&save))])?;
     let outcome = train(&options, learner(&options), bus.observer());
     bus.end(TOLD_WITHIN);
     let outcome = outcome?;

@@ -1,7 +1,5 @@
 //! Engines that others keep on a version, by what followers left in the store and by what engines say they serve.
 
-use std::time::SystemTime;
-
 use driftless_bridge::Label;
 use driftless_bridge::fleet::EngineStatus;
 use driftless_transport::Run;
@@ -44,7 +42,7 @@ fn held_by(run: Option<&Run>, own: &str, engine: &EngineStatus) -> Result<Option
         _ => None,
     };
     for run in run.into_iter().chain(&served) {
-        let leases = gc::leases_at(run, &GcOptions::new(MODEL), Some(SystemTime::now()))?;
+        let leases = gc::leases(run, &GcOptions::new(MODEL))?;
         let live = leases.iter().filter(|lease| lease.live && lease.follower != own);
         if let Some(lease) = live.into_iter().find(|lease| keeps(lease, engine)) {
             return Ok(Some(format!("follower `{}` keeps it on run `{}`", lease.follower, run.name())));
@@ -69,13 +67,16 @@ fn run_of(run: &Run, label: &Label) -> Result<Option<Run>> {
     Ok(None)
 }
 
-/// Whether a follower has an engine. The loopback of its host may be another's: there the version tells, too.
+/// Whether a follower has an engine. The loopback of its host may be another's: there the run tells, too. The versions of one
+/// that is just being brought on differ, and one that was just started again has none.
 fn keeps(lease: &Lease, engine: &EngineStatus) -> bool {
     let Ok(Some(ack)) = &lease.ack else { return false };
+    let run = |label: &Option<String>| Some(label.as_ref()?.parse::<Label>().ok()?.run().to_owned());
     let port = |url: &str| url.rsplit(':').next().map(|port| port.trim_end_matches('/').to_owned());
     ack.engines.iter().any(|theirs| {
         if is_loopback(&theirs.url) || is_loopback(&engine.url) {
-            theirs.label.is_some() && theirs.label == engine.serving && port(&theirs.url) == port(&engine.url)
+            let serving = run(&engine.serving);
+            port(&theirs.url) == port(&engine.url) && (serving.is_none() || serving == run(&theirs.label))
         } else {
             theirs.url == engine.url
         }

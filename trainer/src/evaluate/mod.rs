@@ -218,11 +218,14 @@ impl Evaluation {
     /// Of the first version that an engine did not take, or on which a set could not be measured: whatever the engines,
     /// the store, the file system and the rewards answer.
     pub fn run(&self, stop: &Stop, mut told: impl FnMut(&Measured)) -> Result<bool> {
+        let thrown = Thrown(stop);
         let run = self.run.clone().map_or_else(|| self.publish_checkpoint(), Ok)?;
         let follower = self.open_follower(&run)?;
         let rollouts = self.rollouts(&run)?;
         // It renews the lease, and brings engines back that were started again.
         let outcome = std::thread::scope(|threads| {
+            // Also where a reward or `told` panics: the scope waits for the follower.
+            let thrown = thrown;
             let following = threads.spawn(|| follower.run_until(stop, false));
             let mut each = || {
                 for version in &self.versions {
@@ -234,7 +237,7 @@ impl Evaluation {
                 Ok(true)
             };
             let outcome = each();
-            stop.stop();
+            drop(thrown);
             let followed =
                 following.join().map_err(|_| Error::Bug { what: "the follower's loop has panicked" });
             outcome.and_then(|is_whole| followed?.map(|()| is_whole).map_err(Error::from))
@@ -340,13 +343,15 @@ impl Evaluation {
 
     /// Has the follower do something, once its loop is not at it; `None` once `stop` is thrown.
     fn when_free<T>(&self, stop: &Stop, ask: impl Fn() -> transport::Result<T>) -> Result<Option<T>> {
-        let end = Instant::now() + self.options.update_deadline;
+        let begin = Instant::now();
         loop {
             if stop.is_stopped() {
                 return Ok(None);
             }
             match ask() {
-                Err(transport::Error::Busy { .. }) if Instant::now() < end => _ = stop.wait(BUSY_AGAIN),
+                Err(transport::Error::Busy { .. }) if begin.elapsed() < self.options.update_deadline => {
+                    _ = stop.wait(BUSY_AGAIN);
+                }
                 // What is under way then is cut short.
                 Err(_) if stop.is_stopped() => return Ok(None),
                 done => return Ok(Some(done?)),
@@ -360,6 +365,15 @@ impl Evaluation {
         if let Err(error) = withdrawn {
             tracing::warn!(id = self.id, %error, "its lease stays in the store until it runs out");
         }
+    }
+}
+
+/// Throws a stop when it goes.
+struct Thrown<'a>(&'a Stop);
+
+impl Drop for Thrown<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
     }
 }
 

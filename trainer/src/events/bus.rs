@@ -1,4 +1,4 @@
-//! Facts on their way to sinks, on a thread of its own.
+//! Facts on their way to sinks.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, channel, sync_channel};
@@ -23,50 +23,61 @@ impl<F: FnMut(&Fact) + Send> Sink for F {
     }
 }
 
-/// Hands facts to sinks, and never waits for them.
+/// Hands facts to sinks, and never waits for them. Nor do they wait for each other: each has a thread of its own.
 #[derive(Debug)]
 pub struct Bus {
-    facts: Mutex<Option<SyncSender<Fact>>>,
-    missed: Arc<AtomicU64>,
+    lanes: Mutex<Vec<Lane>>,
     /// Closed once the sinks have all.
     ended: Mutex<Receiver<()>>,
 }
 
+/// What goes to one sink.
+#[derive(Debug)]
+struct Lane {
+    facts: SyncSender<Fact>,
+    missed: Arc<AtomicU64>,
+}
+
 impl Bus {
-    /// Starts the thread.
+    /// Starts the threads.
     ///
     /// # Errors
-    /// [`crate::Error::Io`] if it cannot be started.
-    pub fn start(mut sinks: Vec<Box<dyn Sink>>) -> Result<Arc<Self>> {
-        let ((facts, queue), (alive, ended)) = (sync_channel(WAITING_MAX), channel::<()>());
-        let missed = Arc::new(AtomicU64::new(0));
-        let lost = missed.clone();
-        let thread = std::thread::Builder::new().name("events".to_owned());
-        let started = thread.spawn(move || {
-            let _alive = alive;
-            drain(&queue, &lost, &mut sinks);
-        });
-        started.map_err(io("start a thread for", "what is told of the run"))?;
-        Ok(Arc::new(Bus { facts: Some(facts).into(), missed, ended: ended.into() }))
+    /// [`crate::Error::Io`] if one cannot be started.
+    pub fn start(sinks: Vec<Box<dyn Sink>>) -> Result<Arc<Self>> {
+        let (alive, ended) = channel::<()>();
+        let lane = |mut sink: Box<dyn Sink>| {
+            let (alive, (facts, queue)) = (alive.clone(), sync_channel(WAITING_MAX));
+            let missed = Arc::new(AtomicU64::new(0));
+            let lost = missed.clone();
+            let started = std::thread::Builder::new().name("events".to_owned()).spawn(move || {
+                let _alive = alive;
+                drain(&queue, &lost, &mut *sink);
+            });
+            started.map_err(io("start a thread for", "what is told of the run"))?;
+            Ok(Lane { facts, missed })
+        };
+        let lanes = sinks.into_iter().map(lane).collect::<Result<Vec<_>>>()?;
+        Ok(Arc::new(Bus { lanes: lanes.into(), ended: ended.into() }))
     }
 
     /// What the loop is to tell.
     #[must_use]
     pub fn observer(self: &Arc<Self>) -> Observer {
         let bus = self.clone();
-        Arc::new(move |fact| bus.tell(fact))
+        Arc::new(move |fact| bus.tell(&fact))
     }
 
-    fn tell(&self, fact: Fact) {
-        let facts = self.facts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Err(TrySendError::Full(_))) = facts.as_ref().map(|facts| facts.try_send(fact)) {
-            self.missed.fetch_add(1, Relaxed);
+    fn tell(&self, fact: &Fact) {
+        for Lane { facts, missed } in &*self.lanes.lock().unwrap_or_else(PoisonError::into_inner) {
+            if let Err(TrySendError::Full(_)) = facts.try_send(fact.clone()) {
+                missed.fetch_add(1, Relaxed);
+            }
         }
     }
 
     /// Takes no more facts, and waits until the sinks have those that came, but not longer than `patience`.
     pub fn end(&self, patience: Duration) {
-        drop(self.facts.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner).clear();
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         if ended.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
             tracing::warn!(
@@ -76,13 +87,11 @@ impl Bus {
     }
 }
 
-fn drain(queue: &Receiver<Fact>, missed: &AtomicU64, sinks: &mut [Box<dyn Sink>]) {
+fn drain(queue: &Receiver<Fact>, missed: &AtomicU64, sink: &mut dyn Sink) {
     for fact in queue {
         let events = missed.swap(0, Relaxed);
         let lost = (events > 0).then(|| Fact::new(SystemTime::now(), Event::Missed { events }));
-        for fact in std::iter::once(&fact).chain(&lost) {
-            sinks.iter_mut().for_each(|sink| sink.take(fact));
-        }
+        std::iter::once(&fact).chain(&lost).for_each(|fact| sink.take(fact));
     }
 }
 

@@ -5,7 +5,6 @@ use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::{Event, Fact, Sink};
-use crate::error::{Result, io as io_error};
 
 /// Its name in the run's directory. What a longer one had before is beside it, as `events.1.jsonl`.
 pub const EVENTS: &str = "events.jsonl";
@@ -18,23 +17,18 @@ const BYTES_MAX: u64 = 64 << 20;
 #[derive(Debug)]
 pub struct EventFile {
     path: PathBuf,
-    file: File,
-    bytes: u64,
+    /// With its size; absent before the first fact, and where the last one could not be written.
+    file: Option<(File, u64)>,
     waiting: String,
     /// Whether the last line could not be written.
     failed: bool,
 }
 
 impl EventFile {
-    /// Opens or creates the file of the run in `save`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Io`] with the path.
-    pub fn open(save: &Path) -> Result<Self> {
-        std::fs::create_dir_all(save).map_err(io_error("create", save))?;
-        let path = save.join(EVENTS);
-        let (file, bytes) = open(&path).map_err(io_error("open", &path))?;
-        Ok(EventFile { path, file, bytes, waiting: String::new(), failed: false })
+    /// That of the run in `save`. It is opened, or made, for the first fact: a run that is refused has none.
+    #[must_use]
+    pub fn new(save: &Path) -> Self {
+        EventFile { path: save.join(EVENTS), file: None, waiting: String::new(), failed: false }
     }
 
     fn is_shown(&mut self, event: &Event) -> bool {
@@ -52,14 +46,15 @@ impl EventFile {
     }
 
     fn write(&mut self, fact: &Fact) -> io::Result<()> {
-        if self.bytes > BYTES_MAX {
+        let (mut file, mut bytes) = self.file.take().map_or_else(|| open(&self.path), Ok)?;
+        if bytes > BYTES_MAX {
             std::fs::rename(&self.path, self.path.with_file_name(EARLIER))?;
-            (self.file, self.bytes) = open(&self.path)?;
+            (file, bytes) = open(&self.path)?;
         }
         let mut line = serde_json::to_vec(fact)?;
         line.push(b'\n');
-        self.file.write_all(&line)?;
-        self.bytes += line.len() as u64;
+        file.write_all(&line)?;
+        self.file = Some((file, bytes + line.len() as u64));
         Ok(())
     }
 }
@@ -114,7 +109,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(EVENTS);
         std::fs::write(&path, "{\"at_ms\":1,\"ev").unwrap();
-        let mut file = EventFile::open(dir.path()).unwrap();
+        let mut file = EventFile::new(dir.path());
         let generating = fact(Event::Generating { rollout: 0, done: 1, total: 2 });
         for fact in [
             waiting(""),
@@ -128,7 +123,7 @@ mod tests {
             file.take(&fact);
         }
         drop(file);
-        EventFile::open(dir.path()).unwrap().take(&fact(Event::LogMissing { step: 1 }));
+        EventFile::new(dir.path()).take(&fact(Event::LogMissing { step: 1 }));
         let text = std::fs::read_to_string(&path).unwrap();
         let line = |on: &str| format!(r#"{{"at_ms":0,"event":"waiting","what":"w","on":"{on}"}}"#);
         let (other, missing) =
@@ -140,9 +135,9 @@ mod tests {
     #[test]
     fn long_file_becomes_the_earlier_one() {
         let dir = tempfile::tempdir().unwrap();
-        let mut file = EventFile::open(dir.path()).unwrap();
+        let mut file = EventFile::new(dir.path());
         file.take(&waiting(""));
-        file.bytes = BYTES_MAX + 1;
+        file.file.as_mut().unwrap().1 = BYTES_MAX + 1;
         file.take(&fact(Event::OtherPrompts));
         let lines = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap().lines().count();
         assert_eq!((lines(EARLIER), lines(EVENTS)), (1, 1));

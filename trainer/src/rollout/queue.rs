@@ -163,12 +163,12 @@ impl Queue {
     }
 
     /// Gives `step` its groups, and tells what generation was like since the step before. `too_old` is the share of each
-    /// group's tokens that it does not learn from.
+    /// group's tokens that it does not learn from; 0 where it ends.
     #[must_use]
     pub fn take(&self, step: u64, groups: Vec<u64>, too_old: &[f64]) -> Since {
         let mut state = self.state();
-        for (group, too_old) in groups.iter().zip(too_old) {
-            state.fates.take(*group, *too_old);
+        for (at, group) in groups.iter().enumerate() {
+            state.fates.take(*group, too_old.get(at).copied().unwrap_or_default());
         }
         state.schedule.see(Seen::Taken { step, groups });
         state.turn(Instant::now());

@@ -247,9 +247,11 @@ impl Session<'_> {
     /// Where the time of the engines' places went so far.
     fn goodput(&self) -> Result<Option<Goodput>> {
         let Some(fleet) = &self.fleet else { return Ok(None) };
+        // First: what becomes of tokens is told behind what was spent on them.
+        let kept = self.queue()?.fates();
         let (engines, mut usage) = fleet.usage();
         engines.iter().for_each(|(_, engine)| usage.add(engine));
-        Ok(Some(Goodput::of(&usage, &self.queue()?.fates())))
+        Ok(Some(Goodput::of(&usage, &kept)))
     }
 
     /// Lets groups be generated for the steps behind the one that is done.
