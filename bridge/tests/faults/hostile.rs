@@ -46,8 +46,9 @@ const PUSH: [&str; 8] = [
     "POST /generate",
 ];
 
-/// For calls that hang. Others may miss it on a busy machine, and are then merely made again.
-const SHORT: Duration = Duration::from_millis(300);
+/// For calls that hang, and more than others take on a busy machine: most are merely made again, but a pause that is given up
+/// may be carried out behind the call that ends it.
+const SHORT: Duration = Duration::from_secs(1);
 
 /// Bound on getting well again.
 const RECOVERS: Duration = Duration::from_secs(120);
