@@ -440,6 +440,11 @@ impl Error {
         }
     }
 
+    /// Whether an engine may still carry out the call that failed: no answer says that it will not.
+    pub(crate) fn is_unanswered(&self) -> bool {
+        matches!(self, Self::Unreachable { .. } | Self::Deadline { .. } | Self::GivenUp { .. })
+    }
+
     /// Whether a request failed for want of an engine, not by itself: every engine was down, too old or failing until the
     /// fleet's deadline. The same request may succeed when engines are back.
     pub fn is_no_engine(&self) -> bool {

@@ -129,6 +129,8 @@ pub(crate) fn test_vllm(root: &Path, cache: &Path, log: &Path) -> Result<()> {
 fn pytest(root: &Path, python: &Path) -> Command {
     let mut tests = Command::new(python);
     tests.args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider"]);
+    // Else the models of the last three runs stay in the temporary directory, 2 GB of each.
+    tests.args(["-o", "tmp_path_retention_policy=failed", "-o", "tmp_path_retention_count=1"]);
     tests.current_dir(root.join("python"));
     tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
     tests

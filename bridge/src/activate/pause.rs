@@ -23,6 +23,9 @@ pub(crate) struct Pause {
     /// Whether it may be paused because of us. True at first: an earlier process may have died between pause
     /// and continue.
     owed: bool,
+    /// Whether a call of the last activation got no answer. The engine may carry it out at any time, behind the continue
+    /// too, and a pause would then be nobody's.
+    late: bool,
     /// Whether its weights may be anything, whatever its label says.
     unknown: bool,
     /// Whether it was paused when it was last seen.
@@ -35,7 +38,7 @@ pub(crate) struct Pause {
 impl Default for Pause {
     fn default() -> Self {
         let (mode, began, took) = (PauseMode::Retract, Instant::now(), Duration::ZERO);
-        Self { owed: true, unknown: false, on: false, mode, began, took }
+        Self { owed: true, late: false, unknown: false, on: false, mode, began, took }
     }
 }
 
@@ -73,6 +76,15 @@ impl Pause {
                 // Paused, or its last health probe failed.
                 Some(false) => self.on || matches!(token(engine).await?, Token::None),
             };
+            if self.on && self.late {
+                tracing::warn!(
+                    engine = engine.url(),
+                    "is paused behind its continue, and told to continue again"
+                );
+                resume(engine).await?;
+                generates(engine).await?;
+                (self.late, self.on) = (false, false);
+            }
         }
         Ok(label)
     }
@@ -110,6 +122,7 @@ impl Pause {
         ask: Ask,
         failed: Option<&Error>,
     ) -> Result<()> {
+        self.late = failed.is_some_and(Error::is_unanswered);
         match (failed, serving) {
             (None, _) => self.unknown = false,
             (Some(_), Some(serving)) if !self.unknown => {

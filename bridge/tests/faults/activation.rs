@@ -346,6 +346,25 @@ fn a_pause_that_could_not_be_ended_is_ended_later() {
 }
 
 #[test]
+fn pause_that_comes_behind_its_continue_is_ended() {
+    let client = short(|calls| &mut calls.control);
+    let mut scene = Scene::with(DiskOptions::default().with_client(client));
+    scene.activator.serving().unwrap();
+    scene.engine.fault("POST /pause_generation", Fault::Hang);
+    assert!(matches!(scene.fails(), Error::Deadline { call, .. } if call.contains("pause_generation")));
+    assert!(!scene.activator.is_paused());
+    // What hung is carried out now.
+    scene.engine.engine().set_paused(true);
+    scene.activator.serving().unwrap();
+    assert!(!scene.engine.engine().is_paused() && !scene.activator.is_paused());
+    // Whoever pauses it after a version came in whole is somebody else.
+    scene.activate().unwrap();
+    scene.engine.engine().set_paused(true);
+    scene.activator.serving().unwrap();
+    assert!(scene.engine.engine().is_paused() && scene.activator.is_paused());
+}
+
+#[test]
 fn a_checkpoint_that_would_end_the_engine_is_not_posted() {
     let mut scene = Scene::new();
     // Shapes of another model under the config of this one.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// What a call gets instead of its reply.
@@ -57,23 +58,37 @@ pub(crate) struct Proxy {
     plan: Arc<Mutex<Option<Plan>>>,
     /// Requests that followed a redirect.
     trapped: Arc<Mutex<usize>>,
+    over: Arc<AtomicBool>,
+}
+
+impl Drop for Proxy {
+    /// Its connections end with their peers.
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::SeqCst);
+        // Wakes the acceptor.
+        let _ = TcpStream::connect(self.address);
+    }
 }
 
 impl Proxy {
-    /// Its threads end with the test's process, as its connections do.
     pub(crate) fn start(engine: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (plan, trapped) = (Arc::<Mutex<Option<Plan>>>::default(), Arc::<Mutex<usize>>::default());
         let (shared, seen) = (plan.clone(), trapped.clone());
+        let over = Arc::<AtomicBool>::default();
+        let ends = over.clone();
         std::thread::spawn(move || {
             for connection in listener.incoming().map_while(Result::ok) {
+                if ends.load(Ordering::SeqCst) {
+                    return;
+                }
                 let (plan, trapped) = (shared.clone(), seen.clone());
                 // A peer that went away is what many of the tests are about.
                 std::thread::spawn(move || drop(serve(connection, engine, &plan, &trapped)));
             }
         });
-        Self { address, plan, trapped }
+        Self { address, plan, trapped, over }
     }
 
     /// From now on every such call misbehaves; none does with `None`.

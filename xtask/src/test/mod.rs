@@ -60,6 +60,9 @@ struct Context<'a> {
     built: &'a OnceLock<Programs>,
 }
 
+/// What all lanes write from an empty target, in GB; tools that are installed come on top.
+const DISK_GB: u64 = 15;
+
 /// The lane that builds the test programs.
 const BUILD: &str = "build";
 
@@ -75,6 +78,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let chosen = chosen(&options.lanes)?;
     if options.ci {
         install(&chosen)?;
+    }
+    if let Some(free) = disk_gb(&root).filter(|free| options.lanes.is_empty() && *free < DISK_GB) {
+        println!(
+            "disk     {free} GB are free; from an empty target the lanes write {DISK_GB}, and fail where they end"
+        );
     }
     let begin = Instant::now();
     let (all, names) = wanted(&chosen);
@@ -93,6 +101,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     // Where everything can be installed, a skip hides something; and whoever names a lane wants to know what it says.
     summarise(&report, options.ci || !options.lanes.is_empty(), begin.elapsed())
+}
+
+/// What is free where the lanes build, in whole GB, if the system tells.
+fn disk_gb(root: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(root).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize) / 1_000_000_000)
 }
 
 /// What a lane's commands print.
@@ -163,7 +177,9 @@ fn run_lane(lane: &Lane, context: &Context, run: impl Fn(&Context) -> Result<()>
         }
         Err(error) => {
             println!("{}", process::tail(&context.log, 60));
-            println!("{:8} FAILED: {error}", lane.name);
+            let free =
+                disk_gb(context.root).map_or(String::new(), |free| format!(" ({free} GB of disk are free)"));
+            println!("{:8} FAILED: {error}{free}", lane.name);
             Outcome::Failed(start.elapsed(), error.to_string())
         }
     }
