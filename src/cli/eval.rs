@@ -66,7 +66,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", required_unless_present = "checkpoint", conflicts_with = "checkpoint", help_heading = None)]
     hf_checkpoint: Option<PathBuf>,
     /// Engine to measure on: host:port or http://host:port for SGLang, vllm+http://host:port for vLLM, which has to be
-    /// started with --checkpoint-dir as its model. May be given several times.
+    /// started with --checkpoint-dir as its model, and cannot load a --checkpoint. May be given several times.
     #[arg(long, value_name = "URL", required = true, help_heading = None)]
     engine: Vec<String>,
     /// Take engines that a follower keeps on a version, or that serve a version of a run that the store does not have.
@@ -151,6 +151,14 @@ fn options(args: Args, scratch: &Path) -> Result<EvaluateOptions> {
             expected,
             found: dir.display().to_string(),
         });
+    }
+    if let Some(vllm) =
+        args.engine.iter().find(|engine| args.checkpoint.is_some() && engine.starts_with("vllm+"))
+    {
+        let expected =
+            "engines of SGLang with --checkpoint, as vLLM loads no directory but that of its start"
+                .to_owned();
+        return Err(Error::Usage { what: "--engine".to_owned(), expected, found: vllm.clone() });
     }
     let log = args.log.unwrap_or_else(|| scratch.join("log"));
     paths::check_place("--log", &log)?;

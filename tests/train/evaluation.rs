@@ -157,6 +157,12 @@ fn eval_refuses_by_name_before_an_engine_is_touched() {
     let mut bare = driftless();
     bare.args(["eval", &nowhere, "test", "--hf-checkpoint", &model, "--engine", "127.0.0.1:1"]);
     refused(bare.args(["--eval-prompt-data", "test", "/nowhere"]), 2, &["reward: expected --rm-type NAME"]);
+    let vllm = ["--checkpoint", &*model, "--engine", "vllm+127.0.0.1:1"];
+    refused(
+        &mut eval(&stage, port, &vllm),
+        2,
+        &["--engine: ", "SGLang with --checkpoint", "vllm+127.0.0.1:1"],
+    );
     let other = other_model(&dir.path().join("other")).display().to_string();
     let stage_port = stage.port.to_string();
     refused(&mut eval(&stage, stage.port, &["--checkpoint", &other]), 1, &["hidden_size", &stage_port]);
