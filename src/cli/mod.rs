@@ -17,6 +17,7 @@ mod gc;
 mod inspect;
 mod keygen;
 mod log;
+mod man;
 mod publish;
 #[cfg(feature = "torch")]
 mod quantize;
@@ -126,6 +127,7 @@ commands! {
     Repair: repair,
     Log: log,
     Completions: completions,
+    Man: man,
 }
 
 /// Parses the arguments (the first is the program's name), runs, prints; returns the exit code that `--help`

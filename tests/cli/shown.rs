@@ -43,6 +43,20 @@ fn completions_of_a_shell_know_the_subcommands() {
 }
 
 #[test]
+fn manual_has_a_page_for_each_command_with_its_examples() {
+    let dir = tempfile::tempdir().expect("a directory");
+    run(driftless().arg("man").arg(dir.path().join("man1")));
+    let page = |name: &str| std::fs::read_to_string(dir.path().join("man1").join(name)).expect(name);
+    assert!(page("driftless.1").contains("driftless\\-train"), "the commands are named");
+    let train = page("driftless-train.1");
+    assert!(
+        train.contains("max\\-staleness") && train.contains("A model, prompts and a reward of your own"),
+        "{train}"
+    );
+    page("driftless-log-show.1");
+}
+
+#[test]
 fn errors_for_scripts_are_one_line_of_json() {
     let run = Run::new();
     let lines = [

@@ -10,6 +10,7 @@ mod need;
 mod pages;
 mod process;
 mod python;
+mod release;
 mod rewards;
 mod sglang;
 mod smollm2;
@@ -51,6 +52,9 @@ enum Command {
     /// of 21 M parameters is trained to its loss plateau, then 20 steps are kept at each of three learning
     /// rates.
     Trace(trace::Options),
+    /// Make what users install, without sending it anywhere: wheels and commands for two processors, crates, a bill of
+    /// materials, notes, checksums.
+    Release(release::Options),
     /// Run every lane whose tools are there, and name those that were skipped.
     Test(test::Options),
 }
@@ -68,6 +72,7 @@ fn main() -> ExitCode {
         Command::Setup { sglang, model } => setup(sglang, model),
         Command::Demo(options) => demo::run(&options),
         Command::Trace(options) => trace::run(&options),
+        Command::Release(options) => release::run(&options),
         Command::Test(options) => test::run(&options),
     };
     match outcome {

@@ -1,0 +1,298 @@
+//! `cargo xtask release`: everything that users install, made from this clone into one directory.
+
+use crate::error::{Error, Result};
+use crate::{cache_dir, install, process, target_dir, workspace};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Directory that gets the files [default: target/release-files]. What lies there is removed.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Only for these processors; may be given several times [default: all].
+    #[arg(long, value_enum)]
+    arch: Vec<Arch>,
+    /// OpenSSH private key that signs the checksums.
+    #[arg(long, value_name = "FILE")]
+    sign_key: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum Arch {
+    #[value(name = "x86_64")]
+    X86_64,
+    #[value(name = "aarch64")]
+    Aarch64,
+}
+
+impl Arch {
+    const ALL: [Arch; 2] = [Arch::X86_64, Arch::Aarch64];
+
+    fn target(self) -> &'static str {
+        match self {
+            Arch::X86_64 => "x86_64-unknown-linux-gnu",
+            Arch::Aarch64 => "aarch64-unknown-linux-gnu",
+        }
+    }
+}
+
+/// The glibc of Debian 10 and RHEL 8, and the tag of wheels for it.
+const GLIBC: &str = "2.28";
+const MANYLINUX: &str = "manylinux_2_28";
+/// What links against an older glibc than this machine's, for this and other processors.
+const TOOLS: [&str; 3] = ["maturin==1.16.0", "ziglang==0.15.2", "cargo-zigbuild==0.24.1"];
+/// Their directory in the cache: another one for other tools.
+const HOME: &str = "release-maturin-1.16.0-ziglang-0.15.2-cargo-zigbuild-0.24.1";
+/// What binaries are built with: everything but libtorch.
+const FEATURES: &str = "cli";
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The names that `ssh-keygen -Y` signs for and under.
+const NAMESPACE: &str = "driftless-release";
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let out = options.out.clone().unwrap_or_else(|| target_dir().join("release-files"));
+    if out.exists() {
+        fs::remove_dir_all(&out).map_err(Error::io(&out))?;
+    }
+    fs::create_dir_all(&out).map_err(Error::io(&out))?;
+    let tools = Tools::install(&cache_dir()?)?;
+    let all = if options.arch.is_empty() { Arch::ALL.to_vec() } else { options.arch.clone() };
+    for arch in &all {
+        println!("release  the wheel for {} ...", arch.target());
+        tools.wheel(*arch, &out)?;
+        println!("release  the command for {} ...", arch.target());
+        tools.archive(*arch, &out)?;
+    }
+    println!("release  crates, in the order in which they are published ...");
+    crates(&out)?;
+    write(&out, &format!("driftless-{VERSION}.cdx.json"), &format!("{:#}\n", bill_of_materials()?))?;
+    write(&out, "NOTES.md", &notes(&read("CHANGELOG.md")?, options.sign_key.is_some())?)?;
+    sums(&out)?;
+    if let Some(key) = &options.sign_key {
+        sign(key, &out)?;
+    }
+    println!("release  {}", out.display());
+    process::run(Command::new("ls").args(["-l", "--human-readable"]).arg(&out))
+}
+
+struct Tools {
+    home: PathBuf,
+}
+
+impl Tools {
+    fn install(cache: &Path) -> Result<Self> {
+        let home = cache.join(HOME);
+        if !home.join("bin/cargo-zigbuild").exists() {
+            println!("release  {} from PyPI (0.3 GB)", TOOLS.join(", "));
+            install::wheels(&home, "bin/cargo-zigbuild", &TOOLS)?;
+        }
+        Ok(Tools { home })
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(self.home.join("bin").join(program));
+        // Both start Zig as a module of Python.
+        command.env("PYTHONPATH", &self.home).current_dir(workspace());
+        command
+    }
+
+    fn wheel(&self, arch: Arch, out: &Path) -> Result<()> {
+        add_target(arch)?;
+        let mut build = self.command("maturin");
+        build.args(["build", "--release", "--locked", "--zig", "--target", arch.target()]);
+        build.args(["--compatibility", MANYLINUX, "--manifest-path", "python/Cargo.toml", "--out"]);
+        process::run(build.arg(out))
+    }
+
+    /// The command with its manual, what shells complete it with, and its licence.
+    fn archive(&self, arch: Arch, out: &Path) -> Result<()> {
+        let target = format!("{}.{GLIBC}", arch.target());
+        let mut build = self.command("cargo-zigbuild");
+        build.args([
+            "zigbuild",
+            "--release",
+            "--locked",
+            "-p",
+            "driftless",
+            "--features",
+            FEATURES,
+            "--target",
+        ]);
+        process::run(build.arg(target))?;
+        let name = format!("driftless-{VERSION}-{}", arch.target());
+        let dir = target_dir().join("lanes").join(&name);
+        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        let built = target_dir().join(arch.target()).join("release/driftless");
+        copy(&built, &dir.join("driftless"))?;
+        for file in ["LICENSE", "README.md", "CHANGELOG.md"] {
+            copy(&workspace().join(file), &dir.join(file))?;
+        }
+        if arch.target().starts_with(std::env::consts::ARCH) {
+            manual(&built, &dir)?;
+        }
+        let archive = out.join(format!("{name}.tar.gz"));
+        let mut tar = Command::new("tar");
+        tar.args(["--owner=0", "--group=0", "--sort=name", "-C"]).arg(target_dir().join("lanes"));
+        process::run(tar.arg("-czf").arg(archive).arg(name))
+    }
+}
+
+/// What the command says of itself, where it runs.
+fn manual(program: &Path, dir: &Path) -> Result<()> {
+    process::run(Command::new(program).arg("man").arg(dir.join("man1")))?;
+    let completions = dir.join("completions");
+    fs::create_dir_all(&completions).map_err(Error::io(&completions))?;
+    for shell in ["bash", "zsh", "fish"] {
+        let script = process::output(Command::new(program).args(["completions", shell]))?;
+        write(&completions, &format!("driftless.{shell}"), &script)?;
+    }
+    Ok(())
+}
+
+fn add_target(arch: Arch) -> Result<()> {
+    process::run(Command::new("rustup").args(["target", "add", arch.target()]).current_dir(workspace()))
+}
+
+/// Packs the crates as a publication would, and sends none. `cargo publish --workspace` is what sends them.
+fn crates(out: &Path) -> Result<()> {
+    let publish = ["publish", "--workspace", "--dry-run", "--no-verify", "--locked", "--quiet"];
+    let packed = target_dir().join("package");
+    let mut cargo = Command::new("cargo");
+    process::run(cargo.args(publish).arg("--target-dir").arg(target_dir()).current_dir(workspace()))?;
+    let dir = out.join("crates");
+    fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+    for file in files(&packed)? {
+        let ends = format!("-{VERSION}.crate");
+        if file.to_string_lossy().ends_with(&ends) {
+            copy(&packed.join(&file), &dir.join(&file))?;
+        }
+    }
+    Ok(())
+}
+
+/// What the command consists of, in CycloneDX. The wheels have theirs inside.
+fn bill_of_materials() -> Result<serde_json::Value> {
+    let mut cargo = Command::new("cargo");
+    cargo.args(["tree", "--locked", "-p", "driftless", "--features", FEATURES, "-e", "normal,build"]);
+    cargo.args(["--prefix", "none", "--format", "{p}|{l}"]).current_dir(workspace());
+    let components: Vec<_> = components(&process::output(&mut cargo)?)
+        .into_iter()
+        .map(|((name, version), licence)| {
+            let purl = format!("pkg:cargo/{name}@{version}");
+            json!({"type": "library", "name": name, "version": version, "purl": purl,
+                "licenses": [{"expression": licence.replace('/', " OR ")}]})
+        })
+        .collect();
+    Ok(json!({
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {"type": "application", "name": "driftless", "version": VERSION}},
+        "components": components,
+    }))
+}
+
+/// Names and versions with their licences, of lines such as `adler2 v2.0.1|MIT (*)`.
+fn components(tree: &str) -> BTreeMap<(String, String), String> {
+    let component = |line: &str| {
+        let (package, licence) = line.split_once('|')?;
+        let mut words = package.split_whitespace();
+        let (name, version) = (words.next()?, words.next()?.strip_prefix('v')?);
+        let licence = licence.trim_end_matches("(*)").trim();
+        Some(((name.to_owned(), version.to_owned()), licence.to_owned()))
+    };
+    tree.lines().filter_map(component).collect()
+}
+
+/// What the changelog says of this version, and how the files are checked.
+fn notes(changelog: &str, is_signed: bool) -> Result<String> {
+    let title = format!("## {VERSION}");
+    let begins = |line: &str| line == title || line.starts_with(&format!("{title} "));
+    let section: Vec<&str> = changelog
+        .lines()
+        .skip_while(|line| !begins(line))
+        .enumerate()
+        .take_while(|(at, line)| *at == 0 || !line.starts_with("## "))
+        .map(|(_, line)| line)
+        .collect();
+    if section.is_empty() {
+        return Err(Error::check("CHANGELOG.md", format!("a section `{title}`"), "none"));
+    }
+    let mut notes = format!(
+        "{}\n\n## Check what you downloaded\n\n    sha256sum --check SHA256SUMS\n",
+        section.join("\n").trim()
+    );
+    if is_signed {
+        notes += &format!(
+            "    ssh-keygen -Y verify -f allowed_signers -I {NAMESPACE} -n {NAMESPACE} -s SHA256SUMS.sig < SHA256SUMS\n"
+        );
+    }
+    Ok(notes)
+}
+
+fn sums(out: &Path) -> Result<()> {
+    let mut all = files(out)?;
+    all.extend(files(&out.join("crates"))?.into_iter().map(|file| Path::new("crates").join(file)));
+    let sums = process::output(Command::new("sha256sum").args(all).current_dir(out))?;
+    write(out, "SHA256SUMS", &sums)
+}
+
+fn sign(key: &Path, out: &Path) -> Result<()> {
+    let mut sign = Command::new("ssh-keygen");
+    sign.args(["-Y", "sign", "-n", NAMESPACE, "-f"]).arg(key).arg(out.join("SHA256SUMS"));
+    process::run(&mut sign)
+}
+
+/// The names of the files of a directory, sorted.
+fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(Error::io(dir))? {
+        let path = entry.map_err(Error::io(dir))?.path();
+        names.extend(path.file_name().filter(|_| path.is_file()).map(PathBuf::from));
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn read(file: &str) -> Result<String> {
+    let path = workspace().join(file);
+    fs::read_to_string(&path).map_err(Error::io(&path))
+}
+
+fn write(dir: &Path, name: &str, text: &str) -> Result<()> {
+    let path = dir.join(name);
+    fs::write(&path, text).map_err(Error::io(&path))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).map(drop).map_err(Error::io(from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn components_are_told_once_with_their_licences() {
+        let found = components("a v1.0.0|MIT\nb v2.0.0 (/path)|Apache-2.0\na v1.0.0|MIT (*)\n\n[build]\n");
+        let found: Vec<_> =
+            found.into_iter().map(|((name, version), licence)| (name, version, licence)).collect();
+        let expected = [("a", "1.0.0", "MIT"), ("b", "2.0.0", "Apache-2.0")];
+        assert_eq!(found, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
+    }
+
+    #[test]
+    fn notes_are_those_of_this_version_or_none() {
+        let changelog = format!(
+            "# Changelog\n\n## 9.9.9\n\n- newer\n\n## {VERSION} (unreleased)\n\n- this\n\n## 0.0.1\n\n- older\n"
+        );
+        let notes = super::notes(&changelog, true).unwrap();
+        assert!(notes.contains("- this") && notes.contains("SHA256SUMS.sig"), "{notes}");
+        assert!(!notes.contains("newer") && !notes.contains("older"), "{notes}");
+        assert!(super::notes("# Changelog\n", false).is_err());
+    }
+}
