@@ -83,3 +83,23 @@ fn engine_that_a_watched_file_names_later_is_added() {
     trainer.succeed();
     assert_eq!(steps(&stage).len() as u64, STEPS);
 }
+
+#[test]
+fn engines_at_the_addresses_of_a_name_are_attached() {
+    let mut stage = Stage::new(&[]);
+    std::fs::create_dir(stage.at("second")).expect("a directory");
+    let second = Vllm::start(&stage.at("second"));
+    let port = second.url().rsplit_once(':').expect("a port").1.to_owned();
+    stage.flags = vec!["--rollout-external-engines-dns".to_owned(), format!("vllm+localhost:{port}")];
+    let _followers = (stage.follower(), stage.follower_of("host-1", "second", &second));
+    (0..64).for_each(|_| stage.engine.fault("POST /v1/completions", Fault::Hang));
+    let mut trainer = Process::start("trainer", stage.dir.path(), &mut stage.trainer(""));
+    // A host may have a second address of its own, at which no engine listens.
+    let address = json!(format!("http://127.0.0.1:{port}"));
+    until(&stage, &mut trainer, |engines| {
+        engines.iter().any(|engine| engine["address"] == address && engine["phase"] == json!("serving"))
+    });
+    fleet(&stage, "remove", Some(&stage.engine.url()));
+    trainer.succeed();
+    assert_eq!(steps(&stage).len() as u64, STEPS);
+}

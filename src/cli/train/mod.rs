@@ -150,6 +150,10 @@ struct RolloutArgs {
     /// each second: engines that it names are added, and others drained.
     #[arg(long, value_name = "FILE")]
     rollout_external_engines_file: Option<PathBuf>,
+    /// Name with a port, of which each address is a further engine, without keys: a headless service. It is looked up every
+    /// 5 s: new addresses are added, and those that stay away drained.
+    #[arg(long, value_name = "NAME:PORT", conflicts_with = "rollout_external_engines_file")]
+    rollout_external_engines_dns: Option<String>,
     /// Prompts of a step; for SFT, examples [default: 32; for SFT of fresh weights 256, with --text 16].
     #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
@@ -440,8 +444,11 @@ impl RolloutArgs {
     fn check(&self) -> Result<()> {
         if let Some(path) = &self.rollout_external_engines_file {
             paths::check_file("--rollout-external-engines-file", path)?;
-        } else if self.debug() != Debug::TrainOnly && self.rollout_external_engine_addrs.is_empty() {
-            let flags = "--rollout-external-engine-addrs host:port … or --rollout-external-engines-file FILE";
+        } else if self.debug() != Debug::TrainOnly
+            && self.rollout_external_engine_addrs.is_empty()
+            && self.rollout_external_engines_dns.is_none()
+        {
+            let flags = "--rollout-external-engine-addrs host:port …, or --rollout-external-engines-file FILE or -dns NAME:PORT";
             return Err(missing("engines", flags));
         }
         for address in &self.rollout_external_engine_addrs {
@@ -499,8 +506,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let debug = rollout.debug();
     let store = update.store_or_memory(debug)?;
     rollout.check()?;
-    let (engines, may_grow) =
-        (rollout.rollout_external_engine_addrs.len(), rollout.rollout_external_engines_file.is_some());
+    let engines = rollout.rollout_external_engine_addrs.len();
+    let may_grow =
+        rollout.rollout_external_engines_file.is_some() || rollout.rollout_external_engines_dns.is_some();
     if debug != Debug::TrainOnly && update.engines_min > engines && !may_grow {
         let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
         return Err(Error::usage("--engines-min", expected, update.engines_min));
@@ -535,6 +543,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_data(args.task.settings())
             .with_rollout_external_engine_addrs(addresses)
             .with_rollout_external_engines_file(rollout.rollout_external_engines_file)
+            .with_rollout_external_engines_dns(rollout.rollout_external_engines_dns)
             .with_keys(client.keys)
             .with_engine_ca(client.ca)
             .with_mode(mode)

@@ -8,6 +8,7 @@ mod learn;
 mod options;
 mod record;
 pub mod replay;
+mod resolved;
 mod session;
 mod take;
 mod update;

@@ -48,6 +48,8 @@ pub struct TrainOptions {
     pub rollout_external_engine_addrs: Vec<String>,
     /// A file with a line for each further engine, followed while the run runs.
     pub rollout_external_engines_file: Option<PathBuf>,
+    /// `name:port`: each address of the name is an engine, without keys; followed while the run runs.
+    pub rollout_external_engines_dns: Option<String>,
     /// The engines' API keys.
     pub keys: Keys,
     /// Who vouches for engines at `https://` addresses; those that the system trusts, if `None`.
@@ -157,6 +159,7 @@ impl TrainOptions {
             trust_keys: Vec::new(),
             rollout_external_engine_addrs: Vec::new(),
             rollout_external_engines_file: None,
+            rollout_external_engines_dns: None,
             keys: Keys::default(),
             engine_ca: None,
             push: None,
@@ -209,9 +212,17 @@ impl TrainOptions {
 
     /// Refuses settings that do not go together.
     pub(super) fn check(&self) -> Result<()> {
-        if self.push.is_some() && self.rollout_external_engines_file.is_some() {
+        let followed = [
+            ("rollout_external_engines_file", self.rollout_external_engines_file.is_some()),
+            ("rollout_external_engines_dns", self.rollout_external_engines_dns.is_some()),
+        ];
+        let mut followed = followed.into_iter().filter(|(_, is_given)| *is_given);
+        if let Some((name, _)) = followed.next().filter(|_| self.push.is_some()) {
             let expected = "none where the loop pushes (`push`): engines that are pushed into stay the same";
-            return Err(input("rollout_external_engines_file", expected, "both"));
+            return Err(input(name, expected, "both"));
+        }
+        if let Some((name, _)) = followed.next() {
+            return Err(input(name, "one that engines are followed by: a file or a name", "both"));
         }
         self.check_surplus()?;
         let Mode::Bounded { max_staleness } = self.mode else { return Ok(()) };

@@ -112,7 +112,7 @@ impl<'o> Session<'o> {
             runtime.block_on(options.task.ready())?;
         }
         let changes = Changes::read(&options.save)?;
-        let named = watched::named(options)?;
+        let named = watched::named(&runtime, options)?;
         let at_start = changes.applied_to(&named)?;
         let pusher = match &options.push {
             Some(pushes) if options.debug == Debug::Off => {

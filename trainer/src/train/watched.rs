@@ -18,6 +18,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use super::TrainOptions;
 use super::changes::{Engine, url_of};
 use super::door::Keeper;
+use super::resolved::Name;
 use crate::error::{Result, input, io as io_error};
 
 /// Time between two looks at the file, and how long it has to stay as it is before it is read: whoever writes it may not
@@ -27,13 +28,24 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Longest file: tens of thousands of engines.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// The engines that a run's options name, in a list and in the file as it is now.
-pub(super) fn named(options: &TrainOptions) -> Result<Vec<Engine>> {
+/// The engines that a run's options name, in a list, and in the file or by the name's addresses as they are now.
+pub(super) fn named(runtime: &Runtime, options: &TrainOptions) -> Result<Vec<Engine>> {
     let listed = options.rollout_external_engine_addrs.iter();
     let mut engines: Vec<_> = listed.map(|address| Engine { address: address.clone(), keys: true }).collect();
+    let listed = urls(&engines)?;
+    let mut put = |more: Vec<Engine>| -> Result<()> {
+        for engine in more {
+            if !listed.contains(&url_of(&engine.address)?) {
+                engines.push(engine);
+            }
+        }
+        Ok(())
+    };
+    if let Some(name) = &options.rollout_external_engines_dns {
+        put(Name::parse(name)?.engines(runtime)?)?;
+    }
     let Some(path) = &options.rollout_external_engines_file else { return Ok(engines) };
     let text = read(path).map_err(io_error("read", path))?;
-    let listed = urls(&engines)?;
     let bad = |why| input("rollout_external_engines_file", "a list of engines", describe(path, why));
     let filed = parse(&text).map_err(bad)?;
     let keyed: Vec<_> =
@@ -45,11 +57,7 @@ pub(super) fn named(options: &TrainOptions) -> Result<Vec<Engine>> {
             bare.join(", ")
         );
     }
-    for engine in filed {
-        if !listed.contains(&url_of(&engine.address)?) {
-            engines.push(engine);
-        }
-    }
+    put(filed)?;
     Ok(engines)
 }
 
@@ -115,12 +123,12 @@ struct Watch {
     became: Option<(Stamp, Instant)>,
 }
 
-/// What the file has others do.
+/// What a file or a name has others do.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Change {
-    added: Vec<Engine>,
+pub(super) struct Change {
+    pub(super) added: Vec<Engine>,
     /// URLs.
-    removed: Vec<String>,
+    pub(super) removed: Vec<String>,
 }
 
 impl Watch {
@@ -155,7 +163,7 @@ impl Watch {
     }
 }
 
-/// Watches the file of a run, if it has one, and has `keeper` do what it says. It ends with what is returned.
+/// Watches the file or the name of a run, if it has one, and has `keeper` do what it says. It ends with what is returned.
 /// `engines` are those that [`named`] has found.
 pub(super) fn watch(
     runtime: &Runtime,
@@ -164,10 +172,16 @@ pub(super) fn watch(
     keeper: Arc<Keeper>,
 ) -> Result<JoinSet<()>> {
     let mut task = JoinSet::new();
+    let drains = options.generate_deadline;
+    let (listed, others) = engines.split_at(options.rollout_external_engine_addrs.len());
+    let listed = urls(listed)?;
+    if let Some(name) = &options.rollout_external_engines_dns {
+        let follow = Name::parse(name)?.follow(others.to_vec(), listed.clone(), keeper.clone(), drains);
+        task.spawn_on(follow, runtime.handle());
+    }
     if let Some(path) = options.rollout_external_engines_file.clone() {
-        let listed = urls(&engines[..options.rollout_external_engine_addrs.len()])?;
         let watch = Watch { listed, engines, read: None, became: None };
-        task.spawn_on(follow(path, watch, keeper, options.generate_deadline), runtime.handle());
+        task.spawn_on(follow(path, watch, keeper, drains), runtime.handle());
     }
     Ok(task)
 }
@@ -189,10 +203,10 @@ async fn follow(path: PathBuf, mut watch: Watch, keeper: Arc<Keeper>, drains: Du
     }
 }
 
-async fn carry_out(change: Change, keeper: &Arc<Keeper>, drains: Duration) {
+pub(super) async fn carry_out(change: Change, keeper: &Arc<Keeper>, drains: Duration) {
     for engine in change.added {
         if let Err(error) = keeper.take_in(&engine).await {
-            tracing::warn!(engine = engine.address, %error, "the engine of the file is not added");
+            tracing::warn!(engine = engine.address, %error, "the engine of the file or name is not added");
         }
     }
     for url in change.removed {
@@ -200,7 +214,7 @@ async fn carry_out(change: Change, keeper: &Arc<Keeper>, drains: Duration) {
         // An engine that drains holds up no other.
         tokio::spawn(async move {
             if let Err(error) = keeper.let_go(&url, drains).await {
-                tracing::warn!(engine = url, %error, "the engine that left the file is not drained");
+                tracing::warn!(engine = url, %error, "the engine that left the file or name is not drained");
             }
         });
     }
