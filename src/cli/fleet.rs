@@ -1,9 +1,9 @@
 //! `driftless fleet`: the engines of a run that goes on.
 
 use crate::cli::shared::error::Result;
-use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, short, table};
-use driftless::trainer::door::{EngineRow, Request, ask};
+use crate::cli::shared::{keys, numbers};
+use driftless::trainer::door::{EngineRow, Request, ask, ask_at};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -21,9 +21,10 @@ Examples:
   driftless fleet add runs/first https://gpu-7.internal --with-keys
   driftless fleet drain runs/first 10.0.0.1:30000 --deadline 120
   driftless fleet remove runs/first 10.0.0.2:30000
+  driftless fleet list http://trainer:9760 --token-file token
 
-Each prints the engines as they are then. The run's user asks, over fleet.sock in the run's directory. Changes are kept in
-fleet.json there: the run that goes on later has them too.";
+Each prints the engines as they are then. The run's user asks, over fleet.sock in the run's directory; from other hosts, over
+HTTP at the address of `train --fleet-listen`. Changes are kept in fleet.json: the run that goes on later has them too.";
 
 /// How long a run may take to answer.
 const ANSWER: Duration = Duration::from_secs(20);
@@ -34,6 +35,9 @@ const ANSWER: Duration = Duration::from_secs(20);
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Command,
+    /// File holding the token that a run at a URL wants [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", global = true)]
+    token_file: Option<PathBuf>,
 }
 
 #[derive(clap::Subcommand)]
@@ -68,7 +72,7 @@ enum Command {
 
 #[derive(clap::Args)]
 struct Run {
-    /// Directory of the run, as `train --save` has it.
+    /// Directory of the run, as `train --save` has it, or http://host:port of `train --fleet-listen`.
     #[arg(value_name = "RUN_DIR")]
     dir: PathBuf,
 }
@@ -94,7 +98,14 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         }
         Command::Remove { of } => (of.run.dir, Request::Remove { address: of.address }, ANSWER),
     };
-    output.print(&ask(&dir, &request, deadline)?, |engines| shown(engines))
+    let engines = match dir.to_str().filter(|url| url.contains("://")) {
+        None => ask(&dir, &request, deadline)?,
+        Some(url) => {
+            let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+            ask_at(url, token.as_deref(), &request, deadline)?
+        }
+    };
+    output.print(&engines, |engines| shown(engines))
 }
 
 fn shown(engines: &[EngineRow]) -> String {

@@ -1,6 +1,7 @@
 //! `fleet.sock`: the engines of a run that goes on are listed and changed over a socket in its directory.
 //!
-//! Only the user of the run may open it. A line of JSON asks, and a line of JSON answers: [`Request`] and [`Answer`].
+//! Only the user of the run may open it. A line of JSON asks, and a line of JSON answers: [`Request`] and [`Answer`]. Over
+//! HTTP these are the bodies of `POST /fleet`; `GET /fleet` lists.
 
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -14,6 +15,9 @@ use crate::error::{Error, Result};
 
 /// Name of the socket in the run's directory.
 pub const SOCKET: &str = "fleet.sock";
+
+/// Path of both over HTTP.
+pub(crate) const PATH: &str = "/fleet";
 
 /// Longest answer: thousands of engines.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
@@ -106,8 +110,37 @@ pub fn ask(save: &Path, request: &Request, deadline: Duration) -> Result<Vec<Eng
     if answer.last() != Some(&b'\n') {
         return Err(silent(ErrorKind::UnexpectedEof.into()));
     }
-    match serde_json::from_slice(&answer).map_err(json)? {
-        Answer::Engines(engines) => Ok(engines),
-        Answer::Refused { why } => Err(Error::FleetRefused { path: save.to_owned(), why }),
+    serde_json::from_slice::<Answer>(&answer).map_err(json)?.engines(&save.display().to_string())
+}
+
+/// Asks the run that listens at `url`, as [`ask`] does; `token` is what it wants, if it wants one.
+///
+/// # Errors
+/// [`Error::NoRunAt`] where it does not answer within `deadline`, or not as a run; [`Error::FleetRefused`].
+pub fn ask_at(
+    url: &str,
+    token: Option<&str>,
+    request: &Request,
+    deadline: Duration,
+) -> Result<Vec<EngineRow>> {
+    let silent = |source| Error::NoRunAt { url: url.to_owned(), source };
+    let mut at = driftless_http::parse_url("run", url).map_err(silent)?;
+    at.set_path(PATH);
+    let body = serde_json::to_vec(request).map_err(|source| Error::Json { path: PATH.into(), source })?;
+    let client = driftless_http::Client::new(token).map_err(silent)?;
+    let answer = client.post(at, body, ANSWER_BYTES_MAX, deadline).map_err(silent)?;
+    match serde_json::from_slice::<Answer>(&answer.body) {
+        Ok(said) => said.engines(url),
+        // A proxy's, or a refusal of the token.
+        Err(_) => Err(silent(answer.refusal())),
+    }
+}
+
+impl Answer {
+    fn engines(self, run: &str) -> Result<Vec<EngineRow>> {
+        match self {
+            Answer::Engines(engines) => Ok(engines),
+            Answer::Refused { why } => Err(Error::FleetRefused { run: run.to_owned(), why }),
+        }
     }
 }

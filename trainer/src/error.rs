@@ -130,11 +130,25 @@ pub enum Error {
         /// What became of the connection.
         source: std::io::Error,
     },
+    /// A run that is to be asked for its engines at a URL did not answer.
+    #[error("the run at {url} gave no answer: its loop does not run, or has not attached its engines yet")]
+    NoRunAt {
+        /// Where it was asked.
+        url: String,
+        /// What became of the call.
+        source: driftless_http::Error,
+    },
+    /// The engines of a run cannot be changed over HTTP.
+    #[error("the engines cannot be listed and changed at `fleet_listen`")]
+    FleetListen {
+        /// Why not.
+        source: driftless_http::Error,
+    },
     /// A run did not change its engines.
-    #[error("the run in {path} refused: {why}")]
+    #[error("the run at {run} refused: {why}")]
     FleetRefused {
-        /// The run's directory.
-        path: PathBuf,
+        /// The run's directory, or its URL.
+        run: String,
         /// Its reason.
         why: String,
     },

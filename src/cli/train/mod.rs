@@ -42,6 +42,7 @@ use report::Summary;
 #[cfg(feature = "torch")]
 use sft::SftArgs;
 use show::Show;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use task::TaskArgs;
@@ -154,6 +155,12 @@ struct RolloutArgs {
     /// 5 s: new addresses are added, and those that stay away drained.
     #[arg(long, value_name = "NAME:PORT", conflicts_with = "rollout_external_engines_file")]
     rollout_external_engines_dns: Option<String>,
+    /// Address at which `driftless fleet` lists and changes the engines from other hosts, over HTTP.
+    #[arg(long, value_name = "ADDR")]
+    fleet_listen: Option<SocketAddr>,
+    /// File holding the token that it has to bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", requires = "fleet_listen")]
+    fleet_token_file: Option<PathBuf>,
     /// Prompts of a step; for SFT, examples [default: 32; for SFT of fresh weights 256, with --text 16].
     #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
@@ -526,6 +533,10 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let (mode, sampling) = (rollout.mode(), rollout.draw.sampling());
     let addresses = rollout.rollout_external_engine_addrs;
     let client = rollout.draw.call.client("--rollout-external-engine-addrs", &addresses)?;
+    let fleet_token = match rollout.fleet_listen {
+        Some(_) => keys::secret(rollout.fleet_token_file.as_deref(), "DRIFTLESS_TOKEN")?,
+        None => None,
+    };
     let opened = store::open(&store)?;
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
@@ -544,6 +555,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_rollout_external_engine_addrs(addresses)
             .with_rollout_external_engines_file(rollout.rollout_external_engines_file)
             .with_rollout_external_engines_dns(rollout.rollout_external_engines_dns)
+            .with_fleet_listen(rollout.fleet_listen)
+            .with_fleet_token(fleet_token)
             .with_keys(client.keys)
             .with_engine_ca(client.ca)
             .with_mode(mode)

@@ -137,7 +137,8 @@ async fn answer_all(stream: UnixStream, keeper: &Keeper) -> io::Result<()> {
 }
 
 impl Keeper {
-    async fn answer(&self, request: Request) -> Answer {
+    /// Does what is asked, or says why not.
+    pub(super) async fn answer(&self, request: Request) -> Answer {
         match self.change(request).await {
             Ok(()) => Answer::Engines(self.fleet.status().into_iter().map(Into::into).collect()),
             Err(error) => Answer::Refused { why: chain_text(&error) },
@@ -235,7 +236,8 @@ mod tests {
     use driftless_testkit::sglang::{Fake, checkpoint, patient};
 
     use super::*;
-    use crate::door::{EngineRow, ask};
+    use crate::door::{EngineRow, ask, ask_at};
+    use crate::train::listen;
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -363,6 +365,36 @@ mod tests {
         let refused = scene.ask(&Request::Remove { address: scene.address(0) }).unwrap_err().to_string();
         assert!(refused.contains("`push`"), "{refused}");
         assert_eq!(scene.ask(&Request::List).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn engines_are_changed_over_http_with_the_token_only() {
+        let scene = Scene::new(false);
+        let listens = |token| {
+            let addr = "127.0.0.1:0".parse().unwrap();
+            listen::serve(&scene.runtime, addr, token, scene.keeper.clone()).unwrap()
+        };
+        let server = listens(Some("secret"));
+        let url = format!("http://{}", server.addr());
+        for (token, words) in [(None, "401"), (Some("other"), "401")] {
+            let refused = ask_at(&url, token, &Request::List, LONG).unwrap_err();
+            assert!(chain_text(&refused).contains(words), "{}", chain_text(&refused));
+        }
+        let ask = |request: &Request| ask_at(&url, Some("secret"), request, LONG);
+        let added = ask(&Request::Add { address: scene.address(1), keys: false }).unwrap();
+        assert_eq!(urls(&added), [scene.url(0), scene.url(1)]);
+        let again = ask(&Request::Add { address: scene.address(1), keys: false }).unwrap_err();
+        assert!(matches!(&again, Error::FleetRefused { run, .. } if *run == url), "{again}");
+        let drained = ask(&Request::Drain { address: scene.address(0), seconds: 60 }).unwrap();
+        assert_eq!(
+            (urls(&drained), urls(&scene.ask(&Request::List).unwrap())),
+            (vec![&*scene.url(1)], vec![&*scene.url(1)])
+        );
+        drop(server);
+        let gone = ask(&Request::List).unwrap_err();
+        assert!(matches!(gone, Error::NoRunAt { .. }), "{gone}");
+        let open = listens(None);
+        assert_eq!(ask_at(&format!("http://{}", open.addr()), None, &Request::List, LONG).unwrap().len(), 1);
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod coming;
 mod converge;
 mod door;
 mod learn;
+mod listen;
 mod options;
 mod record;
 pub mod replay;

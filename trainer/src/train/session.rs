@@ -10,6 +10,7 @@ use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of
 use driftless_bridge::fleet::{FleetOptions, Phase, PhaseTold};
 use driftless_bridge::{Expected, Fleet};
 use driftless_buffer::{Log, Record, Retention};
+use driftless_http::Server;
 use driftless_store::{Store, chain_text};
 use driftless_transport::activate::How;
 use driftless_transport::publish::{PublisherOptions, Start};
@@ -23,7 +24,7 @@ use super::door::{Door, Keeper};
 use super::record::{Data, RunRecord, Start as Begun};
 use super::update::{self, Updates};
 use super::versions::Versions;
-use super::{TrainOptions, options, watched};
+use super::{TrainOptions, listen, options, watched};
 use crate::error::{Error, Result, io};
 use crate::events::{Event, Fact, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
@@ -68,6 +69,8 @@ pub(super) struct Session<'o> {
     pub(super) fleet: Option<Arc<Fleet>>,
     /// Where the engines are changed while the run runs. Absent as the fleet is, and where it could not be opened.
     door: Option<Door>,
+    /// The same over HTTP, where the options say so.
+    listens: Option<Server>,
     /// What follows the file of engines.
     watch: JoinSet<()>,
     /// Absent before [`Session::attach`], and when there are no engines.
@@ -142,6 +145,7 @@ impl<'o> Session<'o> {
             changes,
             fleet: None,
             door: None,
+            listens: None,
             watch: JoinSet::new(),
             rollouts: None,
             generation: None,
@@ -319,6 +323,10 @@ impl<'o> Session<'o> {
             pushes: self.pusher.is_some(),
         });
         self.watch = watched::watch(&self.runtime, options, self.named.clone(), keeper.clone())?;
+        if let Some(addr) = options.fleet_listen {
+            let token = options.fleet_token.as_deref();
+            self.listens = Some(listen::serve(&self.runtime, addr, token, keeper.clone())?);
+        }
         self.open_door(keeper);
         let observer = self.observer.clone();
         self.rollouts = Some(Arc::new(Rollouts {

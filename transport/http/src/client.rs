@@ -94,6 +94,16 @@ impl Client {
         let call = exchange(request, bytes_max, move |bytes| arrived(bytes), deadline);
         runtime::run(&self.runtime, call).unwrap_or(Err(Error::Ended))
     }
+
+    /// Sends `body`, which is JSON, to `url`, and reads at most `bytes_max` bytes of the answer.
+    ///
+    /// # Errors
+    /// Those of [`Client::get`].
+    pub fn post(&self, url: Url, body: Vec<u8>, bytes_max: u64, deadline: Duration) -> Result<Answer> {
+        let request = self.request(Method::POST, url).header("content-type", "application/json").body(body);
+        let call = exchange(request, bytes_max, |_| {}, deadline);
+        runtime::run(&self.runtime, call).unwrap_or(Err(Error::Ended))
+    }
 }
 
 /// Sends a request and reads its answer.

@@ -1,0 +1,75 @@
+//! `fleet_listen`: what `fleet.sock` does, over HTTP, for those who are not on this host.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Json, Response};
+use axum::routing::get;
+use axum::{Router, middleware};
+use driftless_http::listen::{Limits, serve_http};
+use driftless_http::{Server, Threads, Token, check_exposure, refuse};
+use tokio::runtime::{Handle, Runtime};
+
+use super::door::Keeper;
+use crate::door::{Answer, PATH, Request};
+use crate::error::{Error, Result};
+
+/// Longest request.
+const BODY_BYTES_MAX: usize = 64 << 10;
+/// Its threads; what it does is done on the run's own.
+const THREADS: Threads = Threads { io: 1, blocking: 1 };
+
+/// Who changes the engines, and the run's threads: what is begun for an engine outlives this server.
+#[derive(Clone)]
+struct Run(Arc<Keeper>, Handle);
+
+/// Serves `GET /fleet` and `POST /fleet` until it is dropped.
+///
+/// # Errors
+/// [`Error::FleetListen`]: an address beyond loopback without a token, or one that cannot be had.
+pub(super) fn serve(
+    runtime: &Runtime,
+    addr: SocketAddr,
+    token: Option<&str>,
+    keeper: Arc<Keeper>,
+) -> Result<Server> {
+    let failed = |source| Error::FleetListen { source };
+    check_exposure("fleet_listen", addr, token).map_err(failed)?;
+    let token = Token::new(token.map(str::to_owned));
+    let router = Router::new()
+        .route(PATH, get(list).post(change))
+        .with_state(Run(keeper, runtime.handle().clone()))
+        .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX));
+    let serving = |listener, _: &Handle| Ok(serve_http(listener, Limits::default(), router));
+    Server::start("fleet-http", addr, THREADS, serving).map_err(failed)
+}
+
+async fn list(State(run): State<Run>) -> Response {
+    run.answer(Request::List).await
+}
+
+async fn change(State(run): State<Run>, body: Bytes) -> Response {
+    match serde_json::from_slice(&body) {
+        Ok(request) => run.answer(request).await,
+        Err(error) => refuse(StatusCode::BAD_REQUEST, "bad_request", format!("no request: {error}")),
+    }
+}
+
+impl Run {
+    /// It is carried out to its end even if whoever asked hangs up.
+    async fn answer(self, request: Request) -> Response {
+        let Run(keeper, run) = self;
+        match run.spawn(async move { keeper.answer(request).await }).await {
+            Ok(answer @ Answer::Refused { .. }) => (StatusCode::CONFLICT, Json(answer)).into_response(),
+            Ok(answer) => Json(answer).into_response(),
+            Err(error) => {
+                tracing::error!(%error, "a change of the engines did not end");
+                refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", "it did not end; see the run's log")
+            }
+        }
+    }
+}
