@@ -4,6 +4,7 @@
 //! HTTP these are the bodies of `POST /fleet`; `GET /fleet` lists.
 
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
+use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -111,6 +112,24 @@ pub fn ask(save: &Path, request: &Request, deadline: Duration) -> Result<Vec<Eng
         return Err(silent(ErrorKind::UnexpectedEof.into()));
     }
     serde_json::from_slice::<Answer>(&answer).map_err(json)?.engines(&save.display().to_string())
+}
+
+/// Where a run listens for what is asked of it over HTTP.
+#[derive(Debug, Clone)]
+pub struct Listen {
+    /// The address.
+    pub addr: SocketAddr,
+    /// What callers have to bring; needed beyond loopback.
+    pub token: Option<String>,
+}
+
+impl Listen {
+    /// # Errors
+    /// [`Error::FleetListen`] for an address beyond loopback without a token.
+    pub(crate) fn check(&self) -> Result<()> {
+        let refused = |source| Error::FleetListen { source };
+        driftless_http::check_exposure("fleet_listen", self.addr, self.token.as_deref()).map_err(refused)
+    }
 }
 
 /// Asks the run that listens at `url`, as [`ask`] does; `token` is what it wants, if it wants one.

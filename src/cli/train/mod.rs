@@ -30,6 +30,7 @@ use driftless::bridge::{ClientOptions, connect};
 use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
 #[cfg(feature = "torch")]
 use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
+use driftless::trainer::door::Listen;
 use driftless::trainer::events::{Bus, EventFile, Fact};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
@@ -438,6 +439,18 @@ fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner>
 }
 
 impl RolloutArgs {
+    /// Where the engines are changed from other hosts.
+    fn listen(&self) -> Result<Option<Listen>> {
+        let Some(addr) = self.fleet_listen else { return Ok(None) };
+        let token = keys::secret(self.fleet_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+        Ok(Some(Listen { addr, token }))
+    }
+
+    /// Whether more engines may come than the list has.
+    fn may_grow(&self) -> bool {
+        self.rollout_external_engines_file.is_some() || self.rollout_external_engines_dns.is_some()
+    }
+
     /// What is left out, for debugging.
     fn debug(&self) -> Debug {
         match (self.debug_rollout_only, self.debug_train_only) {
@@ -513,10 +526,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let debug = rollout.debug();
     let store = update.store_or_memory(debug)?;
     rollout.check()?;
-    let engines = rollout.rollout_external_engine_addrs.len();
-    let may_grow =
-        rollout.rollout_external_engines_file.is_some() || rollout.rollout_external_engines_dns.is_some();
-    if debug != Debug::TrainOnly && update.engines_min > engines && !may_grow {
+    let (engines, listen) = (rollout.rollout_external_engine_addrs.len(), rollout.listen()?);
+    if debug != Debug::TrainOnly && update.engines_min > engines && !rollout.may_grow() {
         let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
         return Err(Error::usage("--engines-min", expected, update.engines_min));
     }
@@ -533,10 +544,6 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let (mode, sampling) = (rollout.mode(), rollout.draw.sampling());
     let addresses = rollout.rollout_external_engine_addrs;
     let client = rollout.draw.call.client("--rollout-external-engine-addrs", &addresses)?;
-    let fleet_token = match rollout.fleet_listen {
-        Some(_) => keys::secret(rollout.fleet_token_file.as_deref(), "DRIFTLESS_TOKEN")?,
-        None => None,
-    };
     let opened = store::open(&store)?;
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
@@ -555,8 +562,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_rollout_external_engine_addrs(addresses)
             .with_rollout_external_engines_file(rollout.rollout_external_engines_file)
             .with_rollout_external_engines_dns(rollout.rollout_external_engines_dns)
-            .with_fleet_listen(rollout.fleet_listen)
-            .with_fleet_token(fleet_token)
+            .with_fleet_listen(listen)
             .with_keys(client.keys)
             .with_engine_ca(client.ca)
             .with_mode(mode)

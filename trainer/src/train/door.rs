@@ -236,7 +236,7 @@ mod tests {
     use driftless_testkit::sglang::{Fake, checkpoint, patient};
 
     use super::*;
-    use crate::door::{EngineRow, ask, ask_at};
+    use crate::door::{EngineRow, Listen, ask, ask_at};
     use crate::train::listen;
 
     const LONG: Duration = Duration::from_secs(60);
@@ -370,9 +370,9 @@ mod tests {
     #[test]
     fn engines_are_changed_over_http_with_the_token_only() {
         let scene = Scene::new(false);
-        let listens = |token| {
-            let addr = "127.0.0.1:0".parse().unwrap();
-            listen::serve(&scene.runtime, addr, token, scene.keeper.clone()).unwrap()
+        let listens = |token: Option<&str>| {
+            let (addr, token) = ("127.0.0.1:0".parse().unwrap(), token.map(str::to_owned));
+            listen::serve(&scene.runtime, &Listen { addr, token }, scene.keeper.clone()).unwrap()
         };
         let server = listens(Some("secret"));
         let url = format!("http://{}", server.addr());

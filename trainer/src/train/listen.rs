@@ -1,6 +1,5 @@
 //! `fleet_listen`: what `fleet.sock` does, over HTTP, for those who are not on this host.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::body::Bytes;
@@ -10,11 +9,11 @@ use axum::response::{IntoResponse as _, Json, Response};
 use axum::routing::get;
 use axum::{Router, middleware};
 use driftless_http::listen::{Limits, serve_http};
-use driftless_http::{Server, Threads, Token, check_exposure, refuse};
+use driftless_http::{Server, Threads, Token, refuse};
 use tokio::runtime::{Handle, Runtime};
 
 use super::door::Keeper;
-use crate::door::{Answer, PATH, Request};
+use crate::door::{Answer, Listen, PATH, Request};
 use crate::error::{Error, Result};
 
 /// Longest request.
@@ -30,22 +29,16 @@ struct Run(Arc<Keeper>, Handle);
 ///
 /// # Errors
 /// [`Error::FleetListen`]: an address beyond loopback without a token, or one that cannot be had.
-pub(super) fn serve(
-    runtime: &Runtime,
-    addr: SocketAddr,
-    token: Option<&str>,
-    keeper: Arc<Keeper>,
-) -> Result<Server> {
-    let failed = |source| Error::FleetListen { source };
-    check_exposure("fleet_listen", addr, token).map_err(failed)?;
-    let token = Token::new(token.map(str::to_owned));
+pub(super) fn serve(runtime: &Runtime, listen: &Listen, keeper: Arc<Keeper>) -> Result<Server> {
+    listen.check()?;
+    let token = Token::new(listen.token.clone());
     let router = Router::new()
         .route(PATH, get(list).post(change))
         .with_state(Run(keeper, runtime.handle().clone()))
         .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX));
     let serving = |listener, _: &Handle| Ok(serve_http(listener, Limits::default(), router));
-    Server::start("fleet-http", addr, THREADS, serving).map_err(failed)
+    Server::start("fleet-http", listen.addr, THREADS, serving).map_err(|source| Error::FleetListen { source })
 }
 
 async fn list(State(run): State<Run>) -> Response {

@@ -1,7 +1,6 @@
 //! Everything the loop is told, in one place; the command line fills it.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +13,8 @@ use driftless_store::Store;
 use driftless_transport::publish::Notify;
 use driftless_transport::sign::{SignKey, TrustKey};
 
-use crate::error::{Error, Result, input};
+use crate::door::Listen;
+use crate::error::{Result, input};
 use crate::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
 use crate::push::Pushes;
 use crate::rollout::EvalSet;
@@ -52,9 +52,7 @@ pub struct TrainOptions {
     /// `name:port`: each address of the name is an engine, without keys; followed while the run runs.
     pub rollout_external_engines_dns: Option<String>,
     /// Where the engines are listed and changed over HTTP while the run runs, beside the socket in its directory.
-    pub fleet_listen: Option<SocketAddr>,
-    /// What callers there have to bring; needed beyond loopback.
-    pub fleet_token: Option<String>,
+    pub fleet_listen: Option<Listen>,
     /// The engines' API keys.
     pub keys: Keys,
     /// Who vouches for engines at `https://` addresses; those that the system trusts, if `None`.
@@ -166,7 +164,6 @@ impl TrainOptions {
             rollout_external_engines_file: None,
             rollout_external_engines_dns: None,
             fleet_listen: None,
-            fleet_token: None,
             keys: Keys::default(),
             engine_ca: None,
             push: None,
@@ -231,11 +228,7 @@ impl TrainOptions {
         if let Some((name, _)) = followed.next() {
             return Err(input(name, "one that engines are followed by: a file or a name", "both"));
         }
-        if let Some(addr) = self.fleet_listen {
-            let refused = |source| Error::FleetListen { source };
-            driftless_http::check_exposure("fleet_listen", addr, self.fleet_token.as_deref())
-                .map_err(refused)?;
-        }
+        self.fleet_listen.as_ref().map_or(Ok(()), Listen::check)?;
         self.check_surplus()?;
         let Mode::Bounded { max_staleness } = self.mode else { return Ok(()) };
         // Weights that are published less often are always too old for some steps.

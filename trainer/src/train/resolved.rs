@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn address_that_is_missing_once_stays_and_one_that_stays_away_goes() {
+    fn address_missing_once_stays_and_one_that_stays_away_goes() {
         let of = |addresses: &[&str]| addresses.iter().map(|address| format!("http://{address}")).collect();
         let change = |added: &[&str], removed: &[&str]| Change {
             added: added.iter().map(|address| engine(format!("http://{address}"))).collect(),
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_a_name_are_engines_without_keys_and_none_is_refused() {
+    fn addresses_are_engines_without_keys_and_none_is_refused() {
         let runtime = Runtime::new().unwrap();
         let engines = Name::parse("vllm+localhost:7").unwrap().engines(&runtime).unwrap();
         assert!(engines.contains(&engine("vllm+http://127.0.0.1:7".into())), "{engines:?}");

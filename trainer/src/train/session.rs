@@ -323,9 +323,8 @@ impl<'o> Session<'o> {
             pushes: self.pusher.is_some(),
         });
         self.watch = watched::watch(&self.runtime, options, self.named.clone(), keeper.clone())?;
-        if let Some(addr) = options.fleet_listen {
-            let token = options.fleet_token.as_deref();
-            self.listens = Some(listen::serve(&self.runtime, addr, token, keeper.clone())?);
+        if let Some(listen) = &options.fleet_listen {
+            self.listens = Some(listen::serve(&self.runtime, listen, keeper.clone())?);
         }
         self.open_door(keeper);
         let observer = self.observer.clone();
