@@ -6,6 +6,7 @@
 #[cfg(not(feature = "torch"))]
 mod absent;
 mod completions;
+mod config;
 mod coordinate;
 mod data;
 mod delta;
@@ -38,6 +39,7 @@ use shared::error::{Error, Result};
 use shared::output::{self, Output};
 use std::ffi::OsString;
 use std::io::IsTerminal;
+use std::path::PathBuf;
 
 pub use publish::default_baseline;
 pub use shared::error::{bridge_code, buffer_code, transport_code};
@@ -72,6 +74,9 @@ struct Cli {
     /// Print results, and the error that the command ends with, as JSON, for scripts.
     #[arg(long, global = true, help_heading = "With every command")]
     json: bool,
+    /// TOML file of flags, of all commands or in tables such as [train]; flags that are given here go before it.
+    #[arg(long, global = true, value_name = "FILE", help_heading = "With every command")]
+    config: Option<PathBuf>,
     /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors.
     #[arg(long, global = true, help_heading = "With every command")]
     die_with_parent: bool,
@@ -134,10 +139,24 @@ commands! {
 /// documents. Once in a process: it takes over logging, SIGINT and SIGTERM.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     let args: Vec<OsString> = args.into_iter().collect();
-    let parsed = command().try_get_matches_from(&args).and_then(|matches| Cli::from_arg_matches(&matches));
-    let cli = match parsed {
-        Ok(cli) => cli,
-        Err(error) => return refuse(&error, args.iter().any(|arg| arg == "--json")),
+    let (told, is_json) = (args.len(), args.iter().any(|arg| arg == "--json"));
+    let args = match config::expanded(&command(), args) {
+        Ok(args) => args,
+        Err(error) => {
+            Output::new(is_json);
+            return output::fail(&error);
+        }
+    };
+    let parsed = command().try_get_matches_from(&args);
+    let cli = match parsed.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches))) {
+        Ok((cli, matches)) => cli.with_effective(&matches),
+        Err(error) => {
+            let code = refuse(&error, is_json);
+            if args.len() > told && error.use_stderr() && !is_json {
+                output::say("Arguments that were not given are from --config.");
+            }
+            return code;
+        }
     };
     let output = Output::new(cli.json);
     tracing_subscriber::fmt()
@@ -161,6 +180,16 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     match cli.command.run(output) {
         Ok(()) => 0,
         Err(error) => output::fail(&error),
+    }
+}
+
+impl Cli {
+    /// A run keeps what it was told.
+    fn with_effective(mut self, matches: &clap::ArgMatches) -> Self {
+        if let (Command::Train(train), Some((name, matches))) = (&mut self.command, matches.subcommand()) {
+            train.effective = config::effective(&command(), name, matches, VERSION);
+        }
+        self
     }
 }
 

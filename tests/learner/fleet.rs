@@ -26,7 +26,7 @@ fn until(stage: &Stage, trainer: &mut Process, are: impl Fn(&[Value]) -> bool) {
 
 #[test]
 fn engine_added_takes_over_from_one_that_is_removed_for_good() {
-    let mut stage = Stage::new(&[]);
+    let stage = Stage::new(&[]);
     let follower = stage.follower();
     // It answers no generation, ever.
     (0..64).for_each(|_| stage.engine.fault("POST /v1/completions", Fault::Hang));
@@ -51,9 +51,10 @@ fn engine_added_takes_over_from_one_that_is_removed_for_good() {
     let (status, words) = code(driftless().args(["fleet", "list"]).arg(stage.at("rl")));
     assert!(status == Some(4) && words.contains("fleet.sock"), "{status:?}: {words}");
 
-    // The same command, whose list still has the one and not the other.
-    stage.flags = ["--num-rollout", "6"].map(str::to_owned).to_vec();
-    Process::start("trainer", stage.dir.path(), &mut stage.trainer("")).succeed();
+    // The run as it was told, whose list still has the one and not the other.
+    let mut again = driftless();
+    again.args(["train", "--num-rollout", "6", "--config"]).arg(stage.at("rl/run.toml"));
+    Process::start("trainer", stage.dir.path(), &mut again).succeed();
     assert_eq!(steps(&stage).len(), 6);
     assert_eq!(stage.engine.server().generations.len(), asked, "it is asked no more");
 }

@@ -9,6 +9,7 @@ mod sft;
 mod show;
 pub(crate) mod task;
 
+use crate::cli::config;
 use crate::cli::shared::engines::COMPARES;
 #[cfg(not(feature = "torch"))]
 use crate::cli::shared::error::absent;
@@ -31,7 +32,7 @@ use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
 #[cfg(feature = "torch")]
 use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
 use driftless::trainer::door::Listen;
-use driftless::trainer::events::{Bus, EventFile, Fact};
+use driftless::trainer::events::{Bus, Event, EventFile, Fact};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
@@ -140,6 +141,9 @@ pub(crate) struct Args {
     update: UpdateArgs,
     #[command(flatten)]
     learn: LearnArgs,
+    /// What all of these are, for `--config`.
+    #[arg(skip)]
+    pub(crate) effective: String,
 }
 
 #[derive(clap::Args)]
@@ -361,14 +365,24 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     args.update.transport.log();
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
-    let save = args.save.clone();
+    let (save, effective) = (args.save.clone(), std::mem::take(&mut args.effective));
     let learner = learner(&args)?;
     let options = train_options(args)?;
     let show = Show::new(options.num_rollout);
     let shown = show.clone();
     end_on_signals(move || shown.run())?;
-    let bus =
-        Bus::start(vec![Box::new(move |fact: &Fact| show.take(fact)), Box::new(EventFile::new(&save))])?;
+    let kept = save.clone();
+    let keep = move |fact: &Fact| {
+        if let Event::Begin { .. } = fact.event {
+            let wrote = config::keep(&kept, &effective);
+            wrote.unwrap_or_else(|error| tracing::warn!(%error, "run.toml is not kept in --save"));
+        }
+    };
+    let bus = Bus::start(vec![
+        Box::new(move |fact: &Fact| show.take(fact)),
+        Box::new(EventFile::new(&save)),
+        Box::new(keep),
+    ])?;
     let outcome = train(&options, learner(&options), bus.observer());
     bus.end(TOLD_WITHIN);
     let outcome = outcome?;

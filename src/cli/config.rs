@@ -1,0 +1,348 @@
+//! `--config FILE`: flags of commands from a TOML file, and the file that a run keeps of its own.
+//!
+//! Flags are told once, where clap has them. A file becomes arguments in front of those that were given, without those that
+//! were given too or that contradict them.
+
+use crate::cli::shared::error::{Error, Result};
+use clap::builder::ValueRange;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+/// Its flag.
+const FLAG: &str = "config";
+/// What no file says: it is of one call, or names the file.
+const NEVER: [&str; 5] = [FLAG, "json", "die-with-parent", "help", "version"];
+/// Longest file.
+const BYTES_MAX: u64 = 1 << 20;
+/// How alike two names are, of 1, of which one may be meant by the other.
+const ALIKE: f64 = 0.8;
+
+/// The arguments with those of the file that they name, if they name one.
+///
+/// # Errors
+/// A file that is not there or no TOML, and one that says what no command knows.
+pub(crate) fn expanded(command: &Command, args: Vec<OsString>) -> Result<Vec<OsString>> {
+    // Help, and mistakes that no file mends, are for the parser.
+    let Ok(given) = command.clone().ignore_errors(true).try_get_matches_from(&args) else { return Ok(args) };
+    let Some(file) = given.get_one::<PathBuf>(FLAG) else { return Ok(args) };
+    let settings = read(file)?;
+    check(command, &settings, &mut Vec::new()).map_err(|why| refused(file, why))?;
+    let (mut at, mut chosen, mut of) = (command, &given, vec![(command, &given)]);
+    let mut path = Vec::new();
+    while let Some((name, matches)) = chosen.subcommand() {
+        let Some(sub) = at.find_subcommand(name) else { break };
+        (at, chosen) = (sub, matches);
+        of.push((sub, matches));
+        path.push(name);
+    }
+    let Some(begin) = behind(&args, &path) else { return Ok(args) };
+    let more = chosen_of(&settings, &path, &of).map_err(|why| refused(file, why))?;
+    let mut all = args[..begin].to_vec();
+    all.extend(more.into_iter().map(OsString::from));
+    all.extend_from_slice(&args[begin..]);
+    Ok(all)
+}
+
+fn refused(file: &Path, why: String) -> Error {
+    let expected = "a file of flags in TOML, such as `num-rollout = 100`".to_owned();
+    Error::Usage { what: format!("--{FLAG}"), expected, found: format!("{}: {why}", file.display()) }
+}
+
+fn read(path: &Path) -> Result<Table> {
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_string(&mut text));
+    read.map_err(|error| refused(path, error.to_string()))?;
+    if text.len() as u64 > BYTES_MAX {
+        return Err(refused(path, format!("more than {BYTES_MAX} bytes")));
+    }
+    text.parse()
+        .map_err(|error: toml::de::Error| refused(path, error.to_string().trim().replace('\n', "\n  ")))
+}
+
+/// Where the names of a path of commands end in the arguments.
+fn behind(args: &[OsString], path: &[&str]) -> Option<usize> {
+    let mut at = 1;
+    for name in path {
+        let of_flag = |index: usize| args[index - 1] == *format!("--{FLAG}");
+        at = 1 + (at..args.len()).find(|index| args[*index] == **name && !of_flag(*index))?;
+    }
+    Some(at)
+}
+
+/// The flags of a command, and of those below it.
+fn flags<'a>(command: &'a Command, below: bool, all: &mut BTreeSet<&'a str>) {
+    all.extend(command.get_arguments().filter_map(Arg::get_long).filter(|name| !NEVER.contains(name)));
+    command.get_subcommands().filter(|_| below).for_each(|command| flags(command, below, all));
+}
+
+/// Says what a table has that the command at this path does not: at the top any flag of any command, below it those of
+/// the command.
+fn check(command: &Command, table: &Table, path: &mut Vec<String>) -> Result<(), String> {
+    let mut known = BTreeSet::new();
+    flags(command, true, &mut known);
+    for (key, value) in table {
+        match (value, command.find_subcommand(key)) {
+            (Value::Table(table), Some(sub)) => {
+                path.push(key.clone());
+                check(sub, table, path)?;
+                path.pop();
+            }
+            (Value::Table(_), None) => {
+                let names = command.get_subcommands().map(Command::get_name);
+                return Err(unknown(&format!("[{key}]"), "command", key, names, path));
+            }
+            _ if known.contains(key.as_str()) => {}
+            _ => return Err(unknown(&format!("`{key}`"), "flag", key, known.iter().copied(), path)),
+        }
+    }
+    Ok(())
+}
+
+fn unknown<'a>(
+    shown: &str,
+    what: &str,
+    key: &str,
+    known: impl Iterator<Item = &'a str>,
+    path: &[String],
+) -> String {
+    let of = if path.is_empty() { String::new() } else { format!(" of `{}`", path.join(" ")) };
+    let near = known.map(|name| (strsim::jaro_winkler(name, key), name)).filter(|(alike, _)| *alike > ALIKE);
+    let near = near.max_by(|(one, _), (other, _)| one.total_cmp(other));
+    let meant = near.map_or_else(String::new, |(_, name)| format!("; is `{name}` meant?"));
+    format!("{shown} is no {what}{of}{meant}")
+}
+
+/// The arguments that a file's settings are for the command at this path, whose parents and itself are `of` with what was
+/// given of them. What stands in the command's own table goes before what stands above it.
+fn chosen_of(settings: &Table, path: &[&str], of: &[(&Command, &ArgMatches)]) -> Result<Vec<String>, String> {
+    let mut values: BTreeMap<&str, &Value> = BTreeMap::new();
+    let mut table = Some(settings);
+    for depth in 0..=path.len() {
+        let Some(found) = table else { break };
+        values.extend(
+            found.iter().filter(|(_, value)| !value.is_table()).map(|(key, value)| (key.as_str(), value)),
+        );
+        table = path.get(depth).and_then(|name| found.get(*name)).and_then(Value::as_table);
+    }
+    let mut args = Vec::new();
+    for (command, matches) in of {
+        let given: Vec<&Arg> = command.get_arguments().filter(|arg| is_given(matches, arg)).collect();
+        for arg in command.get_arguments() {
+            let Some((name, value)) = arg.get_long().and_then(|name| values.remove_entry(name)) else {
+                continue;
+            };
+            if given.iter().any(|given| given.get_id() == arg.get_id() || contradict(command, given, arg)) {
+                continue;
+            }
+            args.extend(arguments(name, arg, value)?);
+        }
+    }
+    Ok(args)
+}
+
+fn is_given(matches: &ArgMatches, arg: &Arg) -> bool {
+    let source = matches
+        .try_contains_id(arg.get_id().as_str())
+        .is_ok()
+        .then(|| matches.value_source(arg.get_id().as_str()));
+    matches!(source.flatten(), Some(ValueSource::CommandLine | ValueSource::EnvVariable))
+}
+
+fn contradict(command: &Command, one: &Arg, other: &Arg) -> bool {
+    let names = |of: &Arg, arg: &Arg| {
+        command.get_arg_conflicts_with(of).iter().any(|found| found.get_id() == arg.get_id())
+    };
+    names(one, other) || names(other, one)
+}
+
+/// What is written on a command line for this value of a flag.
+fn arguments(name: &str, arg: &Arg, value: &Value) -> Result<Vec<String>, String> {
+    let texts = texts(value)
+        .ok_or_else(|| format!("`{name}` is {}, which is no value of a flag", value.type_str()))?;
+    if matches!(arg.get_action(), ArgAction::SetTrue) {
+        return match value {
+            Value::Boolean(true) => Ok(vec![format!("--{name}")]),
+            Value::Boolean(false) => Ok(Vec::new()),
+            other => Err(format!("`{name}` is {}, expected true or false", other.type_str())),
+        };
+    }
+    let each = arg.get_num_args().map_or(1, |range: ValueRange| range.min_values());
+    if each <= 1 {
+        return Ok(texts.into_iter().map(|text| format!("--{name}={text}")).collect());
+    }
+    if texts.len() % each != 0 {
+        return Err(format!("`{name}` has {} values, expected {each} of each", texts.len()));
+    }
+    Ok(texts.chunks(each).flat_map(|each| [&[format!("--{name}")], each].concat()).collect())
+}
+
+/// The scalars of a value, in order.
+fn texts(value: &Value) -> Option<Vec<String>> {
+    match value {
+        Value::String(text) => Some(vec![text.clone()]),
+        Value::Integer(number) => Some(vec![number.to_string()]),
+        Value::Float(number) => Some(vec![number.to_string()]),
+        Value::Boolean(is) => Some(vec![is.to_string()]),
+        Value::Array(values) => values.iter().map(texts).collect::<Option<Vec<_>>>().map(|all| all.concat()),
+        Value::Datetime(_) | Value::Table(_) => None,
+    }
+}
+
+/// A file that says what was given to a command, by flag, file and environment, for `--config`.
+pub(crate) fn effective(command: &Command, name: &str, matches: &ArgMatches, version: &str) -> String {
+    let Some(command) = command.find_subcommand(name) else { return String::new() };
+    let mut table = Table::new();
+    for arg in command.get_arguments().filter(|arg| is_given(matches, arg)) {
+        let Some(long) = arg.get_long().filter(|long| !NEVER.contains(long)) else { continue };
+        let value = if matches!(arg.get_action(), ArgAction::SetTrue) {
+            Value::Boolean(true)
+        } else {
+            let raw = matches.get_raw(arg.get_id().as_str()).into_iter().flatten();
+            let mut values: Vec<_> = raw.map(scalar).collect();
+            let is_one = values.len() == 1 && !matches!(arg.get_action(), ArgAction::Append);
+            if is_one { values.remove(0) } else { Value::Array(values) }
+        };
+        table.insert(long.to_owned(), value);
+    }
+    let dir = std::env::current_dir().unwrap_or_default();
+    let (dir, settings) = (dir.display(), Table::from_iter([(name.to_owned(), Value::Table(table))]));
+    format!("# What `driftless {name}` was told, in {dir}; driftless {version}.\n{settings}")
+}
+
+/// A number where that says the same.
+fn scalar(raw: &OsStr) -> Value {
+    let text = raw.to_string_lossy();
+    let number = text.parse::<i64>().map(Value::Integer).or_else(|_| text.parse().map(Value::Float));
+    number
+        .ok()
+        .filter(|number| number.to_string() == text)
+        .unwrap_or_else(|| Value::String(text.into_owned()))
+}
+
+/// Writes what a run was told into its directory, in the place of what an earlier start was.
+pub(crate) fn keep(save: &Path, effective: &str) -> std::io::Result<()> {
+    let (path, partial) = (save.join("run.toml"), save.join("run.toml.partial"));
+    std::fs::write(&partial, effective).and_then(|()| std::fs::rename(&partial, &path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(args: &[&str]) -> Vec<OsString> {
+        args.iter().map(OsString::from).collect()
+    }
+
+    fn expand(text: &str, args: &[&str]) -> Result<Vec<String>, String> {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("run.toml");
+        std::fs::write(&file, text).expect("a file");
+        let file = file.display().to_string();
+        let args: Vec<&str> =
+            args.iter().map(|arg| if *arg == "FILE" { file.as_str() } else { *arg }).collect();
+        let expanded = expanded(&crate::cli::command(), words(&args)).map_err(|error| error.to_string())?;
+        let shown = expanded.iter().map(|arg| arg.to_string_lossy().into_owned());
+        Ok(shown.filter(|arg| *arg != file && arg != "--config").collect())
+    }
+
+    #[test]
+    fn file_says_what_was_not_given() {
+        let text = "store = 'memory:'\nrun = 'a'\n[train]\nrun = 'b'\nlr = 1e-6\napply-chat-template = true\npartial-rollout = false\n\
+                    rollout-external-engine-addrs = ['a:1', 'b:1']\neval-prompt-data = ['x', 'x.jsonl', 'y', 'y.jsonl']\n\
+                    [log.show]\nstep = 3\n[follow]\npoll-ms = 20\n";
+        let train =
+            expand(text, &["driftless", "train", "--config", "FILE", "--lr", "2"]).expect("arguments");
+        let mut expected = vec![
+            "--apply-chat-template",
+            "--eval-prompt-data",
+            "x",
+            "x.jsonl",
+            "--eval-prompt-data",
+            "y",
+            "y.jsonl",
+            "--rollout-external-engine-addrs=a:1",
+            "--rollout-external-engine-addrs=b:1",
+            "--run=b",
+            "--store=memory:",
+        ];
+        let mut found: Vec<_> = train[2..train.len() - 2].iter().map(String::as_str).collect();
+        (expected.sort_unstable(), found.sort_unstable());
+        assert_eq!(
+            (&train[1][..], found, &train[train.len() - 2..]),
+            ("train", expected, &["--lr".to_owned(), "2".into()][..])
+        );
+        let show =
+            expand(text, &["driftless", "--config", "FILE", "log", "show", "runs/a"]).expect("arguments");
+        assert_eq!(show, ["driftless", "log", "show", "--step=3", "runs/a"]);
+        let follow =
+            expand(text, &["driftless", "follow", "--config", "FILE", "--run", "c"]).expect("arguments");
+        assert_eq!(follow[2..], ["--store=memory:", "--poll-ms=20", "--run", "c"].map(str::to_owned));
+    }
+
+    #[test]
+    fn flag_goes_before_a_setting_that_contradicts_it() {
+        let text = "[train]\ntrain-async = true\n";
+        let args = expand(text, &["driftless", "train", "--config", "FILE", "--max-staleness", "2"])
+            .expect("arguments");
+        assert_eq!(args, ["driftless", "train", "--max-staleness", "2"]);
+    }
+
+    #[test]
+    fn what_no_command_knows_is_refused_with_what_may_be_meant() {
+        for (text, says) in [
+            ("max-stalness = 2", "`max-stalness` is no flag; is `max-staleness` meant?"),
+            ("[train]\npoll-ms = 2", "`poll-ms` is no flag of `train`"),
+            ("[trian]\nlr = 2", "[trian] is no command; is `train` meant?"),
+            ("[train]\npartial-rollout = 1", "`partial-rollout` is integer, expected true or false"),
+            ("[train]\nlr = 2026-01-01", "`lr` is datetime, which is no value of a flag"),
+            ("[train]\neval-prompt-data = 'x'", "`eval-prompt-data` has 1 values, expected 2 of each"),
+            ("json = true", "`json` is no flag"),
+            ("lr = ", "line 1"),
+        ] {
+            let refused = expand(text, &["driftless", "train", "--config", "FILE"]).expect_err(text);
+            assert!(refused.contains("--config") && refused.contains(says), "{text}: {refused}");
+        }
+        let missing =
+            expanded(&crate::cli::command(), words(&["driftless", "gc", "--config", "/nowhere/run.toml"]));
+        assert!(missing.expect_err("no file").to_string().contains("/nowhere/run.toml"));
+        assert!(expand("", &["driftless", "train", "--config", "FILE", "--help"]).is_ok());
+    }
+
+    #[test]
+    fn effective_file_gives_the_same_arguments_again() {
+        let command = crate::cli::command();
+        let given = [
+            "driftless",
+            "train",
+            "--save",
+            "s",
+            "--lr",
+            "1e-6",
+            "--num-rollout",
+            "7",
+            "--partial-rollout",
+            "--over-sampling-batch-size",
+            "64",
+            "--rollout-external-engine-addrs",
+            "a:1",
+            "b:1",
+            "--eval-prompt-data",
+            "x",
+            "x.jsonl",
+        ];
+        let parse = |args: Vec<OsString>| {
+            command.clone().ignore_errors(true).try_get_matches_from(args).expect("arguments")
+        };
+        let text = |args| effective(&command, "train", parse(args).subcommand().expect("train").1, "0");
+        let first = text(words(&given));
+        assert!(first.contains("num-rollout = 7") && first.contains("lr = \"1e-6\""), "{first}");
+        let again = expand(&first, &["driftless", "train", "--config", "FILE"]).expect("arguments");
+        assert_eq!(text(again.into_iter().map(OsString::from).collect()), first);
+    }
+}
