@@ -4,13 +4,12 @@
 //! were given too or that contradict them.
 
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::paths;
 use clap::builder::ValueRange;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -55,12 +54,8 @@ fn refused(file: &Path, why: String) -> Error {
 }
 
 fn read(path: &Path) -> Result<Table> {
-    let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_string(&mut text));
-    read.map_err(|error| refused(path, error.to_string()))?;
-    if text.len() as u64 > BYTES_MAX {
-        return Err(refused(path, format!("more than {BYTES_MAX} bytes")));
-    }
+    let bytes = paths::read(&format!("--{FLAG}"), path, BYTES_MAX)?;
+    let text = String::from_utf8(bytes).map_err(|_| refused(path, "bytes that are no UTF-8".to_owned()))?;
     text.parse()
         .map_err(|error: toml::de::Error| refused(path, error.to_string().trim().replace('\n', "\n  ")))
 }
@@ -272,7 +267,8 @@ mod tests {
             "--store=memory:",
         ];
         let mut found: Vec<_> = train[2..train.len() - 2].iter().map(String::as_str).collect();
-        (expected.sort_unstable(), found.sort_unstable());
+        expected.sort_unstable();
+        found.sort_unstable();
         assert_eq!(
             (&train[1][..], found, &train[train.len() - 2..]),
             ("train", expected, &["--lr".to_owned(), "2".into()][..])

@@ -15,6 +15,7 @@ mod eval;
 mod fleet;
 mod follow;
 mod gc;
+mod init;
 mod inspect;
 mod keygen;
 mod log;
@@ -125,6 +126,7 @@ commands! {
     Delta: delta,
     Status: status,
     Doctor: doctor,
+    Init: init,
     Inspect: inspect,
     Gc: gc,
     Keygen: keygen,

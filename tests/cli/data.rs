@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// A tokenizer of single characters with a template that knows them.
-fn checkpoint(dir: &Path) -> PathBuf {
+pub(crate) fn checkpoint(dir: &Path) -> PathBuf {
     let checkpoint = dir.join("checkpoint");
     std::fs::create_dir_all(&checkpoint).expect("a directory");
     let mut config = tiny::tokenizer_config();

@@ -9,6 +9,7 @@ mod coordinated;
 mod data;
 mod doctor;
 mod examples;
+mod init;
 mod interrupted;
 mod log;
 mod mistakes;
