@@ -97,6 +97,11 @@ fn sound(run: &mut Run) -> Vec<Sound> {
         ),
         Sound::new(&["fleet", "list"], &[], &[&host]),
         Sound::new(&["fleet", "drain"], &[], &[&host, Path::new("127.0.0.1:1")]),
+        Sound::new(
+            &["init"],
+            &[&"--hf-checkpoint", &checkpoint, &"--prompt-data", &prompts, &"--engine", &"127.0.0.1:1"],
+            &[],
+        ),
         Sound::new(&["inspect"], &[&"--store", &store], &[]),
         Sound::new(&["doctor"], &[&"--store", &store, &"--checkpoint-dir", &host], &[]),
         Sound::new(&["status"], &[&"--store", &store, &"--run", &"test"], &[]),
