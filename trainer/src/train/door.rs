@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use driftless_bridge::fleet::{EngineStatus, Phase};
 use driftless_bridge::{Fleet, Keys};
 use driftless_store::chain_text;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
@@ -26,7 +27,8 @@ const CONNECTIONS: usize = 32;
 const CALL: Duration = Duration::from_secs(10);
 /// Longest request.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// Pause after a connection that could not be accepted: mostly for want of descriptors.
+/// Pause after a connection that could not be accepted, mostly for want of descriptors, and between two looks at an engine
+/// that is going.
 const AGAIN: Duration = Duration::from_millis(100);
 
 /// What is changed for those who ask.
@@ -167,10 +169,15 @@ impl Keeper {
         Ok(())
     }
 
-    /// Adds an engine that a file names, unless it is there.
+    /// Adds an engine that a file or a name has, unless it is there. One that is still going comes back once it has gone,
+    /// which it does by the deadline of its drain.
     pub(super) async fn take_in(&self, engine: &Engine) -> Result<()> {
-        if self.fleet.url_of(&engine.address).is_ok() {
-            return Ok(());
+        while let Ok(url) = self.fleet.url_of(&engine.address) {
+            let is_going = |status: &EngineStatus| status.url == url && status.phase == Phase::Draining;
+            if !self.fleet.status().iter().any(is_going) {
+                return Ok(());
+            }
+            tokio::time::sleep(AGAIN).await;
         }
         self.add(engine, |changes, url| changes.forget(url)).await
     }
@@ -231,9 +238,9 @@ mod tests {
     use std::io::{BufRead as _, BufReader as Lines, Write as _};
     use std::os::unix::net::UnixStream as Plain;
 
-    use driftless_bridge::Expected;
     use driftless_bridge::fleet::FleetOptions;
-    use driftless_testkit::sglang::{Fake, checkpoint, patient};
+    use driftless_bridge::{Expected, GenerateRequest, Rid, SamplingParams};
+    use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient};
 
     use super::*;
     use crate::door::{EngineRow, Listen, ask, ask_at};
@@ -334,6 +341,30 @@ mod tests {
         scene.ask(&Request::Remove { address: scene.address(1) }).unwrap();
         take_in(false);
         assert_eq!(scene.file(), serde_json::json!({"added": [], "removed": []}));
+    }
+
+    #[test]
+    fn engine_named_again_while_it_drains_comes_back() {
+        let scene = Scene::new(false);
+        scene.fakes[0].fault("POST /generate", Fault::Hang);
+        let request = GenerateRequest::new(Rid::new(1, 2), vec![1], SamplingParams::default());
+        let (fleet, keeper, url) = (scene.keeper.fleet.clone(), scene.keeper.clone(), scene.url(0));
+        let hangs = scene.runtime.spawn(async move { fleet.generate(request, None).await });
+        let phase =
+            || scene.ask(&Request::List).unwrap().first().map(|row| (row.phase.clone(), row.in_flight));
+        let until = |expected: (&str, usize)| {
+            while phase().is_none_or(|(phase, in_flight)| (&*phase, in_flight) != expected) {
+                std::thread::yield_now();
+            }
+        };
+        until(("serving", 1));
+        let drained = scene.runtime.spawn(async move { keeper.let_go(&url, Duration::from_secs(1)).await });
+        until(("draining", 1));
+        let engine = Engine { address: scene.address(0), keys: false };
+        scene.runtime.block_on(scene.keeper.take_in(&engine)).unwrap();
+        scene.runtime.block_on(drained).unwrap().unwrap();
+        until(("serving", 1));
+        hangs.abort();
     }
 
     #[test]

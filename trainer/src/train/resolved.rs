@@ -95,7 +95,7 @@ impl Name {
                 Ok(mut found) => {
                     failed = false;
                     found.retain(|address| url_of(address).is_ok_and(|url| !listed.contains(&url)));
-                    carry_out(known.see(found), &keeper, drains).await;
+                    carry_out(known.see(found), &keeper, drains);
                 }
                 // Once, and not each time.
                 Err(why) if !failed => {

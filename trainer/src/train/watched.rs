@@ -197,17 +197,21 @@ async fn follow(path: PathBuf, mut watch: Watch, keeper: Arc<Keeper>, drains: Du
         }
         let text = tokio::task::block_in_place(|| read(&path)).map_err(|error| error.to_string());
         match text.and_then(|text| watch.change(&text)) {
-            Ok(change) => carry_out(change, &keeper, drains).await,
+            Ok(change) => carry_out(change, &keeper, drains),
             Err(why) => tracing::warn!(why = describe(&path, why), "the engines stay as they are"),
         }
     }
 }
 
-pub(super) async fn carry_out(change: Change, keeper: &Arc<Keeper>, drains: Duration) {
+pub(super) fn carry_out(change: Change, keeper: &Arc<Keeper>, drains: Duration) {
     for engine in change.added {
-        if let Err(error) = keeper.take_in(&engine).await {
-            tracing::warn!(engine = engine.address, %error, "the engine of the file or name is not added");
-        }
+        let keeper = keeper.clone();
+        // One that is still going holds up no other.
+        tokio::spawn(async move {
+            if let Err(error) = keeper.take_in(&engine).await {
+                tracing::warn!(engine = engine.address, %error, "the engine of the file or name is not added");
+            }
+        });
     }
     for url in change.removed {
         let keeper = keeper.clone();
