@@ -10,6 +10,9 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -223,7 +226,10 @@ fn scalar(raw: &OsStr) -> Value {
 /// Writes what a run was told into its directory, in the place of what an earlier start was.
 pub(crate) fn keep(save: &Path, effective: &str) -> std::io::Result<()> {
     let (path, partial) = (save.join("run.toml"), save.join("run.toml.partial"));
-    std::fs::write(&partial, effective).and_then(|()| std::fs::rename(&partial, &path))
+    // A hook's command may hold a secret.
+    let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
+    file.write_all(effective.as_bytes())?;
+    std::fs::rename(&partial, &path)
 }
 
 #[cfg(test)]

@@ -45,7 +45,7 @@ fn file_says_what_was_found_and_a_command_takes_it() {
 }
 
 #[test]
-fn prompts_without_a_field_like_one_are_refused_with_their_fields() {
+fn prompts_without_a_field_like_one_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut command = init(dir.path());
     std::fs::write(dir.path().join("train.jsonl"), "{\"foo\": \"1+2\", \"bar\": 1}\n").expect("a file");
