@@ -23,7 +23,7 @@ fn failed(command: &Command, status: String, log: Option<&Path>) -> Error {
 
 /// How long a command with a log may take: more than any does on two cores that others use, too, and so little
 /// that one which hangs leaves a CI run of 90 minutes the time to end and to say so.
-const DEADLINE: Duration = Duration::from_secs(40 * 60);
+const DEADLINE: Duration = Duration::from_secs(25 * 60);
 /// Time between two looks at whether it has ended.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -185,6 +185,12 @@ fn failing(text: &str) -> Vec<String> {
     let mut lines = text.lines();
     let mut found = Vec::new();
     while let Some(line) = lines.next() {
+        // One that hangs says nothing else.
+        if let Some(slow) = line.strip_suffix(" has been running for over 60 seconds")
+            && !text.contains(&format!("{slow} ... "))
+        {
+            found.push(format!("{slow} did not end"));
+        }
         let is_panic = line.contains("' panicked at ") || line.contains(") panicked at ");
         let says =
             line.ends_with("... FAILED") || ["FAILED ", "E   ", "error"].iter().any(|s| line.starts_with(s));
@@ -235,10 +241,12 @@ mod tests {
 
     #[test]
     fn failures_are_named_with_their_reasons() {
-        let text = "test a ... ok\ntest b::c ... FAILED\n\n---- b::c stdout ----\n\n\
+        let text = "test a ... ok\ntest d has been running for over 60 seconds\n\
+            test e has been running for over 60 seconds\ntest d ... ok\ntest b::c ... FAILED\n\n---- b::c stdout ----\n\n\
             thread 'b::c' (71) panicked at src/b.rs:3:5:\nassertion failed: x\nnote: run with\n\
             E       AssertionError: no server within 120 s\nFAILED tests/test_a.py::test_b - AssertionError\n";
         let found = [
+            "test e did not end",
             "test b::c ... FAILED",
             "thread 'b::c' (71) panicked at src/b.rs:3:5:",
             "assertion failed: x",

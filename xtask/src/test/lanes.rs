@@ -327,12 +327,12 @@ fn unit(context: &Context) -> Result<()> {
     let mut failed = Vec::new();
     // A run takes long, so that it tells all that fails.
     for name in context.programs()?.names().filter(unit) {
-        if context.run(&mut context.program(name)?).is_err() {
-            failed.push(name);
+        if let Err(error) = context.run(&mut context.program(name)?) {
+            failed.push(format!("{name} ({error})"));
         }
     }
-    if context.logged(cargo_test().arg("--doc")).is_err() {
-        failed.push("examples in the documentation");
+    if let Err(error) = context.logged(cargo_test().arg("--doc")) {
+        failed.push(format!("examples in the documentation ({error})"));
     }
     if failed.is_empty() {
         return some_ran(context);
