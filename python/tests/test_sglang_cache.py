@@ -175,6 +175,33 @@ def test_what_is_retracted_is_computed_by_the_new_weights(scene):
     assert log_probs(said) == pytest.approx(log_probs(scene.ask(prompt)), abs=0.05)
 
 
+def spans(labels: list[str | None]) -> list[tuple]:
+    """What the plugin told of each token, as SGLang tells it."""
+    found = []
+    for at, label in enumerate(labels):
+        if label in ("", None) and found:
+            found[-1][2] = at + 1
+        else:
+            found.append([label, at, at + 1])
+    return [tuple(span) for span in found]
+
+
+@on_sglang
+def test_each_token_names_the_weights_that_drew_it(scene):
+    """On a processor no step is under way while weights change, and SGLang's own spans are exact."""
+    said = scene.ask(tokens(6, 20), count=3)
+    assert said["driftless_labels"] == [scene.label(), "", ""]
+    running, drawn = scene.begin(tokens(7, 20), "spans"), [scene.label()]
+    for _ in range(3):
+        scene.patch()
+        drawn.append(scene.label())
+    said = scene.finish(running, "spans")
+    assert spans(said["driftless_labels"]) == [(span["version"], span["start"], span["end"]) for span in said["weight_versions"]]
+    assert [label for label, *_ in spans(said["driftless_labels"])] == drawn
+    assert len(said["driftless_labels"]) == len(said["output_ids"])
+    assert "driftless_labels" not in scene.server.call("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}})["meta_info"]
+
+
 @on_sglang
 def test_prefixes_of_one_version_are_all_reused(scene):
     """As many as without the plugin's key: all that earlier requests have computed."""

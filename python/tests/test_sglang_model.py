@@ -277,15 +277,24 @@ RELEASES = json.loads((Path(__file__).parent / "sglang_releases.json").read_text
 # Of all of them, what the plugin asks of a request.
 REQUEST = {"__init__": ["self", "rid", "extra_key"], "init_next_round_input": ["self", "tree_cache", "cow_mamba"]}
 REQUEST = {f"sglang.srt.managers.schedule_batch.Req.{name}": taken for name, taken in REQUEST.items()}
+# From 0.5.14 on, what it asks of a step.
+STEP = {
+    "scheduler.Scheduler.run_batch": ["self", "batch", "pp_proxy_tensors"],
+    "scheduler.Scheduler.process_batch_result": ["self", "batch", "result"],
+    "scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_customized_info": ["self", "i", "req", "logits_output"],
+}
+STEP = {f"sglang.srt.managers.{name}": taken for name, taken in STEP.items()}
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_hooks_of_a_release_are_found(release, monkeypatch, caplog):
-    registered = fake_sglang(monkeypatch, RELEASES[release] | REQUEST)
+    registered = fake_sglang(monkeypatch, RELEASES[release] | REQUEST | (STEP if release >= "0.5.14" else {}))
     _hooks.register()
     assert not caplog.text
     kinds = dict(registered)
     assert len(kinds) == len(registered)
+    steps = [kinds.pop(".".join(name.rsplit(".", 2)[-2:]), None) for name in STEP]
+    assert steps == (["after", "before", "after"] if release >= "0.5.14" else [None] * 3)
     assert (kinds.pop("Req.__init__"), kinds.pop("Req.init_next_round_input")) == ("after", "before")
     before = {name for name, kind in kinds.items() if kind == "before"}
     # The process of the HTTP server, which has loaded its part of SGLang.

@@ -73,7 +73,7 @@ impl Engines for NoOp {
         }
         if !matches!(self.manner, Manner::Whole(_)) {
             for (ids, log_probs) in output_ids.chunks(PIECE).zip(log_probs.chunks(PIECE)) {
-                told(Piece { output_ids: ids, log_probs, label: LABEL });
+                told(Piece { output_ids: ids, log_probs, label: LABEL, located: false });
                 if let Manner::Streamed(pause) = self.manner {
                     tokio::time::sleep(pause).await;
                 }

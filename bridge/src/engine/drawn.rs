@@ -23,6 +23,8 @@ pub struct Piece<'a> {
     pub log_probs: &'a [f32],
     /// The label of the weights.
     pub label: &'a str,
+    /// Whether the engine says so of each of these tokens, and not of the whole reply only.
+    pub located: bool,
 }
 
 /// Hears of pieces, in order.
@@ -43,7 +45,7 @@ impl Drawn {
 
     /// Puts a piece behind the others.
     pub fn push(&mut self, piece: Piece<'_>) {
-        let Piece { output_ids, log_probs, label } = piece;
+        let Piece { output_ids, log_probs, label, .. } = piece;
         let start = self.end();
         self.output_ids.extend_from_slice(output_ids);
         self.log_probs.extend_from_slice(log_probs);
@@ -60,7 +62,8 @@ impl Drawn {
         self.spans.iter().filter_map(move |span| {
             let range = (span.start as usize).max(from)..span.end as usize;
             let (output_ids, log_probs) = (self.output_ids.get(range.clone())?, self.log_probs.get(range)?);
-            (!output_ids.is_empty()).then_some(Piece { output_ids, log_probs, label: &span.label })
+            let located = true;
+            (!output_ids.is_empty()).then_some(Piece { output_ids, log_probs, label: &span.label, located })
         })
     }
 
@@ -81,7 +84,7 @@ impl Drawn {
             let range = span.start as usize..span.end as usize;
             let (output_ids, log_probs) =
                 (&generation.output_ids[range.clone()], &generation.log_probs[range]);
-            self.push(Piece { output_ids, log_probs, label: &span.label });
+            self.push(Piece { output_ids, log_probs, label: &span.label, located: true });
         }
     }
 
@@ -140,7 +143,7 @@ mod tests {
     use crate::engine::{Rid, SamplingParams};
 
     fn piece<'a>(output_ids: &'a [i32], label: &'a str) -> Piece<'a> {
-        Piece { output_ids, log_probs: &[-0.5; 8][..output_ids.len()], label }
+        Piece { output_ids, log_probs: &[-0.5; 8][..output_ids.len()], label, located: true }
     }
 
     #[test]

@@ -187,13 +187,14 @@ impl Lease {
             heard.fetch_add(1, Relaxed);
             let now = Instant::now();
             self.marks().first.get_or_insert(now);
-            if !spans && Some(piece.label) != began.as_deref() {
+            if !spans && !piece.located && Some(piece.label) != began.as_deref() {
                 crossed.notify_one();
             }
             // Behind one that is not kept, none is.
             versions.known &=
                 is_new_enough(piece.label, minimum) && outside(piece.output_ids, vocabulary).is_none();
-            if versions.know(piece.label) {
+            let is_known = if piece.located { versions.known } else { versions.know(piece.label) };
+            if is_known {
                 answer.keep(piece);
                 self.marks().kept = Some(now);
             }
@@ -358,7 +359,7 @@ mod tests {
         let mut told = Vec::new();
         let mut tell = |piece: Piece<'_>| told.push((piece.label.to_owned(), piece.output_ids.len()));
         let mut answer = Answer { drawn: Drawn::default(), told: &mut tell };
-        answer.keep(Piece { output_ids: &[0, 0], log_probs: &[0.0, 0.0], label: "a" });
+        answer.keep(Piece { output_ids: &[0, 0], log_probs: &[0.0, 0.0], label: "a", located: false });
         answer.keep_rest(1, &generation(&["a", "b", "b"], true));
         assert_eq!((answer.drawn.len(), answer.drawn.spans.len()), (4, 2));
         assert_eq!(told, [("a".to_owned(), 2), ("b".to_owned(), 2)]);

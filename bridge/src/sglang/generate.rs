@@ -3,6 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::activate::pause::plain;
 use crate::engine::{
     Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, Tell, VersionSpan, log_probability,
 };
@@ -75,6 +76,9 @@ struct RawMeta {
     #[serde(default)]
     num_retractions: u64,
     output_token_logprobs: Option<Vec<RawLogProb>>,
+    /// What the plugin tells of each token that a piece has: the label of the weights that drew it, empty where that is the
+    /// one before, absent where it is not known.
+    driftless_labels: Option<Vec<Option<String>>>,
 }
 
 /// `[log-probability, token id, text or null]`.
@@ -105,6 +109,8 @@ pub(crate) fn unfinished() -> Mismatch {
 pub(crate) struct Streamed {
     output_ids: Vec<i32>,
     log_probs: Vec<f32>,
+    /// As far as the plugin told of each token.
+    spans: Vec<VersionSpan>,
 }
 
 impl Streamed {
@@ -124,22 +130,24 @@ impl Streamed {
             return Err((format!("meta_info.id {rid}"), format!("{:?}", meta.id)));
         }
         let before = self.output_ids.len();
-        self.extend(raw.output_ids, meta.completion_tokens, meta.output_token_logprobs)?;
+        let start = self.extend(raw.output_ids, meta.completion_tokens, meta.output_token_logprobs)?;
+        self.locate(before, meta.driftless_labels.as_deref().and_then(|labels| labels.get(before - start..)));
         if self.output_ids.len() > request.sampling.max_new_tokens as usize {
             let expected = format!("at most {} output_ids", request.sampling.max_new_tokens);
             return Err((expected, self.output_ids.len().to_string()));
         }
         let Some(finish) = meta.finish_reason else {
-            let (output_ids, log_probs) = (&self.output_ids[before..], &self.log_probs[before..]);
-            let label = meta.weight_version.as_deref().unwrap_or_default();
-            seen(Piece { output_ids, log_probs, label });
+            self.tell(before, meta.weight_version.as_deref().unwrap_or_default(), seen);
             return Ok(None);
         };
         let finish = finish.check()?;
-        let spans_reported = meta.weight_versions.is_some();
-        let spans = spans(self.output_ids.len(), meta.weight_versions, meta.weight_version)?;
+        // They are exact where an engine's own count a step that was under way to the weights after it.
+        let reported =
+            if self.is_located(0) { Some(std::mem::take(&mut self.spans)) } else { meta.weight_versions };
+        let spans_reported = reported.is_some();
+        let spans = spans(self.output_ids.len(), reported, meta.weight_version)?;
         let (rid, engine, retractions) = (request.rid, engine.to_owned(), meta.num_retractions);
-        let Self { output_ids, log_probs } = std::mem::take(self);
+        let Self { output_ids, log_probs, .. } = std::mem::take(self);
         Ok(Some(Generation {
             rid,
             engine,
@@ -152,13 +160,52 @@ impl Streamed {
         }))
     }
 
-    /// Takes ids and log-probabilities of a piece, of which `drawn` tokens were drawn by then.
+    /// Takes what the plugin told of the tokens from `before` on. Behind a token of which it told nothing, nothing counts.
+    fn locate(&mut self, before: usize, labels: Option<&[Option<String>]>) {
+        let Some(labels) = labels.filter(|labels| before + labels.len() == self.output_ids.len()) else {
+            return;
+        };
+        for (at, label) in (u32::try_from(before).unwrap_or(u32::MAX)..).zip(labels) {
+            let Some(label) = label else { return };
+            // Between load and label an engine generates nothing: what it drew with the fence's label is of the version.
+            let label = plain(label);
+            let last = self.spans.last_mut().filter(|last| last.end == at);
+            match last {
+                Some(last) if label.is_empty() || label == last.label => last.end += 1,
+                None if at > 0 || label.is_empty() => return,
+                _ => self.spans.push(VersionSpan { label: label.to_owned(), start: at, end: at + 1 }),
+            }
+        }
+    }
+
+    /// Whether the plugin told of each token from `from` on.
+    fn is_located(&self, from: usize) -> bool {
+        let told = self.spans.last().map_or(0, |last| last.end as usize);
+        told == self.output_ids.len() && told > from
+    }
+
+    /// Tells of the tokens from `from` on, which are of these weights unless the plugin knows better.
+    fn tell(&self, from: usize, label: &str, seen: Tell<'_>) {
+        let mut tell = |range: std::ops::Range<usize>, label: &str, located: bool| {
+            let (output_ids, log_probs) = (&self.output_ids[range.clone()], &self.log_probs[range]);
+            seen(Piece { output_ids, log_probs, label, located });
+        };
+        if !self.is_located(from) {
+            return tell(from..self.output_ids.len(), label, false);
+        }
+        for span in self.spans.iter().filter(|span| span.end as usize > from) {
+            tell((span.start as usize).max(from)..span.end as usize, &span.label, true);
+        }
+    }
+
+    /// Takes ids and log-probabilities of a piece, of which `drawn` tokens were drawn by then; returns where the piece
+    /// begins.
     fn extend(
         &mut self,
         ids: Vec<i32>,
         drawn: Option<usize>,
         entries: Option<Vec<RawLogProb>>,
-    ) -> Result<(), Mismatch> {
+    ) -> Result<usize, Mismatch> {
         let log_probs = log_probs(&ids, entries)?;
         // Without tokens before it, a piece is the whole.
         let start = match (self.output_ids.len(), drawn) {
@@ -174,7 +221,7 @@ impl Streamed {
         let known = known.len();
         self.output_ids.extend_from_slice(&ids[known..]);
         self.log_probs.extend_from_slice(&log_probs[known..]);
-        Ok(())
+        Ok(start)
     }
 }
 
@@ -343,6 +390,60 @@ mod tests {
             assert_eq!((whole.output_ids, whole.log_probs), (vec![1, 2, 3, 4], vec![-0.5; 4]));
             assert_eq!(seen, [1, 2, 3]);
         }
+    }
+
+    /// The same with what the plugin tells of its tokens.
+    fn told(ids: &[i32], drawn: usize, finish: &str, labels: Value) -> RawGeneration {
+        let mut raw = piece(ids, drawn, finish);
+        raw.meta_info.as_mut().unwrap().driftless_labels = serde_json::from_value(labels).unwrap();
+        raw
+    }
+
+    #[test]
+    fn labels_of_the_plugin_say_which_weights_drew_which_token() {
+        let span = |label: &str, start, end| VersionSpan { label: label.into(), start, end };
+        for pieces in [
+            [
+                told(&[1], 1, GOES_ON, json!(["b?partial"])),
+                told(&[2, 3], 3, GOES_ON, json!(["", "c"])),
+                told(&[4], 4, LENGTH, json!([""])),
+            ],
+            [
+                told(&[1], 1, GOES_ON, json!(["b"])),
+                told(&[1, 2, 3], 3, GOES_ON, json!(["b", "", "c"])),
+                told(&[1, 2, 3, 4], 4, LENGTH, json!(["b", "", "c", "c"])),
+            ],
+        ] {
+            let (mut streamed, mut seen, mut whole) = (Streamed::default(), Vec::new(), None);
+            for piece in pieces {
+                let mut tell = |piece: Piece<'_>| {
+                    seen.push((piece.output_ids.to_vec(), piece.label.to_owned(), piece.located));
+                };
+                whole = streamed.take(piece, &request(), "e", &mut tell).unwrap();
+            }
+            let whole = whole.unwrap();
+            assert_eq!((whole.spans, whole.spans_reported), (vec![span("b", 0, 2), span("c", 2, 4)], true));
+            let expected = [(vec![1], "b"), (vec![2], "b"), (vec![3], "c")];
+            assert_eq!(seen, expected.map(|(ids, label)| (ids, label.to_owned(), true)));
+        }
+    }
+
+    #[test]
+    fn tokens_that_the_plugin_does_not_know_are_of_the_reply() {
+        for labels in
+            [json!([null, "b"]), json!(["b", null]), json!(["", "b"]), json!(["b"]), json!(["b", "", ""])]
+        {
+            let whole = told(&[1, 2], 2, LENGTH, labels.clone()).check(&request(), "e").unwrap();
+            assert_eq!(whole.spans, [VersionSpan { label: "a".into(), start: 0, end: 2 }], "{labels}");
+            assert!(!whole.spans_reported, "{labels}");
+        }
+        // Once one is not known, those behind it are not either.
+        let mut streamed = Streamed::default();
+        let mut located = Vec::new();
+        for piece in [told(&[1], 1, GOES_ON, json!([null])), told(&[2], 2, GOES_ON, json!(["b"]))] {
+            streamed.take(piece, &request(), "e", &mut |piece| located.push(piece.located)).unwrap();
+        }
+        assert_eq!(located, [false, false]);
     }
 
     #[test]

@@ -173,7 +173,7 @@ impl Client {
             let (output_ids, log_probs) = (&streamed.output_ids[told..], &streamed.log_probs[told..]);
             if told == 0 || output_ids.len() >= interval as usize {
                 told = streamed.output_ids.len();
-                seen(Piece { output_ids, log_probs, label: &began });
+                seen(Piece { output_ids, log_probs, label: &began, located: false });
             }
             Ok(ControlFlow::Continue(()))
         };

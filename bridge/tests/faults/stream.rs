@@ -184,7 +184,12 @@ fn answer_keeps_nothing_behind_a_token_that_no_model_has() {
 fn answer_that_is_drawn_already_asks_no_engine() {
     let scene = stuck(1, |_| {});
     let mut request = request(0);
-    let piece = driftless_bridge::engine::Piece { output_ids: &[3, 4], log_probs: &[-0.5, -0.5], label: OLD };
+    let piece = driftless_bridge::engine::Piece {
+        output_ids: &[3, 4],
+        log_probs: &[-0.5, -0.5],
+        label: OLD,
+        located: false,
+    };
     request.drawn.push(piece);
     request.sampling.max_new_tokens = 2;
     let whole = scene.runtime.block_on(scene.fleet.generate(request, None)).unwrap();

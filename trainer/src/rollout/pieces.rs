@@ -138,7 +138,7 @@ fn drawn(pieces: &[Record], nth: u64, input: u64, minimum: Option<&Label>, run: 
                 drawn = Drawn::default();
                 break;
             }
-            drawn.push(Piece { output_ids, log_probs, label: &label.to_string() });
+            drawn.push(Piece { output_ids, log_probs, label: &label.to_string(), located: true });
         }
     }
     drawn

@@ -377,9 +377,9 @@ impl<'o> Session<'o> {
             if self.options.mode != Mode::Synchronous && !engine.identity().spans {
                 tracing::warn!(
                     engine = url,
-                    "the engine does not say which version drew which token: a reply that an update crosses is thrown \
-                     away and asked for again, so that long answers may never end; generate in turns, or take \
-                     SGLang 0.5.19 or later"
+                    "the engine does not say by itself which version drew which token: unless driftless's plugin in it \
+                     does, a reply that an update crosses is asked for again, so that long answers may never end; \
+                     give it the plugin, generate in turns, or take SGLang 0.5.19 or later"
                 );
             }
         }

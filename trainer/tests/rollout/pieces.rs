@@ -37,7 +37,8 @@ impl Engines for Counting {
                 std::future::pending::<()>().await;
             }
             let ids: Vec<i32> = two.iter().map(|at| *at as i32 % 9 + 1).collect();
-            let piece = Piece { output_ids: &ids, log_probs: &vec![-0.5; ids.len()], label: &label };
+            let piece =
+                Piece { output_ids: &ids, log_probs: &vec![-0.5; ids.len()], label: &label, located: false };
             told(piece);
             spans.push(VersionSpan {
                 label: label.clone(),

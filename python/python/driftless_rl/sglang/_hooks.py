@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._inner import find, resolve
-from . import _versioned
+from . import _spans, _versioned
 
 _log = logging.getLogger("driftless")
 
@@ -83,6 +83,7 @@ def register() -> None:
     for name in filter(resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
     _versioned.register(HookRegistry, HookType)
+    _spans.register(HookRegistry, HookType)
     # That of the HTTP server, in whatever way it was started. Others do not need that module, which takes time to load.
     if multiprocessing.parent_process() is None or _SERVER in sys.modules:
         _register_server(HookRegistry, HookType)
@@ -167,6 +168,7 @@ def _loaded(result, runner, *args, **kwargs) -> None:
         from .._native import plugin_dir
 
         arguments = runner.server_args
+        _spans.begin(arguments)
         if (why := _versioned.begin(arguments)) is not None:
             _log.warning("driftless: a patch beside running requests leaves others the prefixes of older weights: %s", why)
         # Engines with other kinds of parallelism are not followed.
@@ -267,6 +269,7 @@ def _live(holder):
 def _changed(holder, *args, **kwargs) -> None:
     """Somebody else changes the weights: nothing is known of them until the next load."""
     _versioned.changes()
+    _spans.change(None)
     if (model := _live(holder)) is not None:
         model.loaded(None)
 
@@ -291,15 +294,18 @@ def _update_from_disk(original, holder, *args, **kwargs):
             # Only the follower that offered the delta asks for its label. It fences the engine, and asks for a load.
             return False, reply
         if done is not None:
+            _spans.change(label)
             reply = done.reply(time.perf_counter() - began, _cache(flush))
             _log.info("%s", reply)
             return True, f"{reply}."
-    if model is None:
-        return original(holder, *args, **kwargs)
-    model.loaded(None)
+    _spans.change(None)
+    if model is not None:
+        model.loaded(None)
     result = original(holder, *args, **kwargs)
     if result[0] and plain:
-        model.loaded(label)
+        _spans.change(label)
+        if model is not None:
+            model.loaded(label)
     return result
 
 
