@@ -7,7 +7,7 @@ use driftless_bridge::engine::{Finish, VersionSpan};
 use driftless_bridge::fleet::{Cause, Free, Usage};
 use driftless_bridge::sglang::{Client, Dialect};
 use driftless_bridge::{Generation, Rid};
-use driftless_testkit::sglang::{Fake, patient as calls};
+use driftless_testkit::sglang::{Fake, Fault, patient as calls};
 use tokio::task::JoinHandle;
 
 use super::fleet::{NEW, OLD, Scene, label, patient, request, scene_with};
@@ -136,6 +136,21 @@ fn answer_goes_on_behind_an_update_that_an_engine_cannot_locate() {
     let (cut, end) = (STUCK as u32, WHOLE as u32);
     assert_eq!(spans, [(OLD.to_owned(), 0, cut), (NEW.to_owned(), cut, end)]);
     assert_eq!(asked(&scene.fakes[0]), [2, 2 + STUCK]);
+}
+
+#[test]
+fn plugin_locates_an_update_where_its_engine_cannot() {
+    let scene = scene_with(1, patient(), |fake| {
+        fake.engine().facts().dialect = Dialect::V0_5_12;
+        fake.engine().is_long = true;
+        fake.fault("POST /generate", Fault::Labels(&[OLD, "", NEW, ""]));
+    });
+    let mut request = request(0);
+    request.sampling.max_new_tokens = 4;
+    let whole = scene.runtime.block_on(scene.fleet.generate(request, None)).unwrap();
+    let span = |label: &str, start, end| VersionSpan { label: label.to_owned(), start, end };
+    assert_eq!(whole.spans, [span(OLD, 0, 2), span(NEW, 2, 4)]);
+    assert_eq!((whole.spans_reported, whole.rid), (true, Rid::new(1, 0)), "once is enough");
 }
 
 #[test]

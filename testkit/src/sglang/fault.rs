@@ -32,6 +32,8 @@ pub enum Fault {
     Die,
     /// The label in a reply of `/generate` is changed.
     Label(&'static str),
+    /// A reply of `/generate` has the plugin's word on each token, and the last label of it as the engine's.
+    Labels(&'static [&'static str]),
     /// One checksum is wrong.
     WrongSum,
     /// The new label is not taken, and the answer is that it was.
@@ -116,6 +118,7 @@ async fn fails(fault: Fault, engine: &Shared, body: &Value, run: impl Future<Out
         Fault::Answer(status, text) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
         Fault::Die => end_connection(),
         Fault::Label(label) => edited(run.await, |reply| relabel(reply, label)).await,
+        Fault::Labels(labels) => edited(run.await, |reply| tell(reply, labels)).await,
         Fault::WrongSum => {
             let wrong = |reply: &mut Value| reply["ranks"][0]["checksums"][WRONG.0] = WRONG.1.into();
             edited(run.await, wrong).await
@@ -168,6 +171,11 @@ fn relabel(reply: &mut Value, label: &str) {
     if let Some(span) = meta.get_mut("weight_versions") {
         span[0]["version"] = label.into();
     }
+}
+
+fn tell(reply: &mut Value, labels: &[&str]) {
+    relabel(reply, labels.iter().rfind(|label| !label.is_empty()).unwrap());
+    reply["meta_info"]["driftless_labels"] = labels.into();
 }
 
 /// The answer with its JSON changed.
