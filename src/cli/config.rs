@@ -1,7 +1,7 @@
 //! `--config FILE`: flags of commands from a TOML file, and the file that a run keeps of its own.
 //!
-//! Flags are told once, where clap has them. A file becomes arguments in front of those that were given, without those that
-//! were given too or that contradict them.
+//! Flags are told once, where clap has them. A file becomes arguments behind those that were given, without those that were
+//! given too or that contradict them.
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::paths;
@@ -43,11 +43,12 @@ pub(crate) fn expanded(command: &Command, args: Vec<OsString>) -> Result<Vec<OsS
         of.push((sub, matches));
         path.push(name);
     }
-    let Some(begin) = behind(&args, &path) else { return Ok(args) };
     let more = chosen_of(&settings, &path, &of).map_err(|why| refused(file, why))?;
-    let mut all = args[..begin].to_vec();
+    // Behind the last command, and in front of what is no flag any more.
+    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    let mut all = args[..end].to_vec();
     all.extend(more.into_iter().map(OsString::from));
-    all.extend_from_slice(&args[begin..]);
+    all.extend_from_slice(&args[end..]);
     Ok(all)
 }
 
@@ -61,16 +62,6 @@ fn read(path: &Path) -> Result<Table> {
     let text = String::from_utf8(bytes).map_err(|_| refused(path, "bytes that are no UTF-8".to_owned()))?;
     text.parse()
         .map_err(|error: toml::de::Error| refused(path, error.to_string().trim().replace('\n', "\n  ")))
-}
-
-/// Where the names of a path of commands end in the arguments.
-fn behind(args: &[OsString], path: &[&str]) -> Option<usize> {
-    let mut at = 1;
-    for name in path {
-        let of_flag = |index: usize| args[index - 1] == *format!("--{FLAG}");
-        at = 1 + (at..args.len()).find(|index| args[*index] == **name && !of_flag(*index))?;
-    }
-    Some(at)
 }
 
 /// The flags of a command, and of those below it.
@@ -223,10 +214,16 @@ fn scalar(raw: &OsStr) -> Value {
         .unwrap_or_else(|| Value::String(text.into_owned()))
 }
 
-/// Writes what a run was told into its directory, in the place of what an earlier start was.
-pub(crate) fn keep(save: &Path, effective: &str) -> std::io::Result<()> {
+/// Writes what a run was told into its directory, in the place of what an earlier start was. The run goes on without it.
+pub(crate) fn keep(save: &Path, effective: &str) {
+    let wrote = write(save, effective);
+    wrote.unwrap_or_else(|error| tracing::warn!(%error, "run.toml is not kept in --save"));
+}
+
+fn write(save: &Path, effective: &str) -> std::io::Result<()> {
     let (path, partial) = (save.join("run.toml"), save.join("run.toml.partial"));
     // A hook's command may hold a secret.
+    std::fs::create_dir_all(save)?;
     let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
     file.write_all(effective.as_bytes())?;
     std::fs::rename(&partial, &path)
@@ -272,19 +269,34 @@ mod tests {
             "--run=b",
             "--store=memory:",
         ];
-        let mut found: Vec<_> = train[2..train.len() - 2].iter().map(String::as_str).collect();
+        let mut found: Vec<_> = train[4..].iter().map(String::as_str).collect();
         expected.sort_unstable();
         found.sort_unstable();
         assert_eq!(
-            (&train[1][..], found, &train[train.len() - 2..]),
-            ("train", expected, &["--lr".to_owned(), "2".into()][..])
+            (&train[..4], found),
+            (&["driftless", "train", "--lr", "2"].map(str::to_owned)[..], expected)
         );
         let show =
             expand(text, &["driftless", "--config", "FILE", "log", "show", "runs/a"]).expect("arguments");
-        assert_eq!(show, ["driftless", "log", "show", "--step=3", "runs/a"]);
+        assert_eq!(show, ["driftless", "log", "show", "runs/a", "--step=3"]);
         let follow =
             expand(text, &["driftless", "follow", "--config", "FILE", "--run", "c"]).expect("arguments");
-        assert_eq!(follow[2..], ["--store=memory:", "--poll-ms=20", "--run", "c"].map(str::to_owned));
+        assert_eq!(follow[2..], ["--run", "c", "--store=memory:", "--poll-ms=20"].map(str::to_owned));
+    }
+
+    #[test]
+    fn value_that_is_named_like_a_command_is_a_value() {
+        let text = "[fleet.drain]\ndeadline = 3\n";
+        let args =
+            ["driftless", "fleet", "--config", "FILE", "--token-file", "drain", "drain", "remove", "a:1"];
+        let found = expand(text, &args).expect("arguments");
+        assert_eq!(
+            found[2..],
+            ["--token-file", "drain", "drain", "remove", "a:1", "--deadline=3"].map(str::to_owned)
+        );
+        let behind = ["driftless", "fleet", "--config", "FILE", "drain", "--", "remove", "-a"];
+        let found = expand(text, &behind).expect("arguments");
+        assert_eq!(found[2..], ["drain", "--deadline=3", "--", "remove", "-a"].map(str::to_owned));
     }
 
     #[test]

@@ -9,10 +9,10 @@ use driftless::bridge::connect;
 use driftless::bridge::engine::{About, Deadlines};
 use driftless::http::runtime;
 use driftless::store::chain_text;
-use driftless::trainer::data::{DataOptions, Dataset, RowReader, Source};
-use serde_json::{Map, Value, json};
+use driftless::trainer::data::{DataOptions, Dataset, RowReader, Source, first_row};
+use serde_json::{Value, json};
 use std::fmt::Write as _;
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -31,8 +31,6 @@ const INPUTS: [&str; 9] =
 const LABELS: [&str; 7] = ["answer", "label", "solution", "target", "ground_truth", "final_answer", "output"];
 /// What an engine may take to answer.
 const CALL: Duration = Duration::from_secs(10);
-/// Longest first row that is looked at.
-const ROW_BYTES_MAX: u64 = 16 << 20;
 /// Prompts of a step, where there are so many.
 const BATCH: usize = 32;
 /// Tokens of a response, where the model has room for so many.
@@ -119,7 +117,7 @@ fn look(args: &Args) -> Result<Looked> {
         .map_err(|source| Error::Json { what: path.display().to_string(), source })?;
     let files = [args.prompt_data.clone()];
     let options = data::options(&DataOptions::default(), "--prompt-data", &files)?;
-    let row = first_row(&args.prompt_data.path)?;
+    let row = first_row(&args.prompt_data)?;
     let fields: Vec<String> = row.keys().cloned().collect();
     let known =
         |names: &[&str]| names.iter().find(|name| row.contains_key(**name)).map(|name| (*name).to_owned());
@@ -159,18 +157,6 @@ fn look(args: &Args) -> Result<Looked> {
 
 fn is_number(text: &str) -> bool {
     text.trim().replace(',', "").parse::<f64>().is_ok()
-}
-
-/// The fields of a JSONL file's first row; of another file nothing.
-fn first_row(path: &Path) -> Result<Map<String, Value>> {
-    if path.extension().is_some_and(|extension| extension == "parquet") {
-        return Ok(Map::new());
-    }
-    let mut line = String::new();
-    let file = paths::open("--prompt-data", path)?;
-    BufReader::new(file.take(ROW_BYTES_MAX)).read_line(&mut line).map_err(io(path))?;
-    serde_json::from_str(&line)
-        .map_err(|source| Error::Json { what: format!("{}, row 0", path.display()), source })
 }
 
 fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
@@ -220,7 +206,7 @@ fn trained(file: &mut File, args: &Args, looked: &Looked) {
     let Looked { prompts, refused, longest, fields, .. } = looked;
     file.say(&format!(
         "{prompts} prompts, {refused} rows refused; the longest prompt has {longest} tokens. Fields: {}.",
-        fields.join(", ")
+        short(&fields.join(", "))
     ));
     file.set("prompt-data", vec![args.prompt_data.to_string()]);
     file.set("input-key", looked.input_key.as_str());

@@ -91,9 +91,8 @@ fn engines_at_the_addresses_of_a_name_are_attached() {
     std::fs::create_dir(stage.at("second")).expect("a directory");
     let second = Vllm::start(&stage.at("second"));
     let port = second.url().rsplit_once(':').expect("a port").1.to_owned();
-    let listen = format!("127.0.0.1:{}", common::free_port());
     let name = format!("vllm+localhost:{port}");
-    let flags = ["--rollout-external-engines-dns", &*name, "--fleet-listen", &*listen];
+    let flags = ["--rollout-external-engines-dns", &*name, "--fleet-listen", "127.0.0.1:0"];
     stage.flags = flags.map(str::to_owned).to_vec();
     let _followers = (stage.follower(), stage.follower_of("host-1", "second", &second));
     (0..64).for_each(|_| stage.engine.fault("POST /v1/completions", Fault::Hang));
@@ -103,7 +102,13 @@ fn engines_at_the_addresses_of_a_name_are_attached() {
     until(&stage, &mut trainer, |engines| {
         engines.iter().any(|engine| engine["address"] == address && engine["phase"] == json!("serving"))
     });
-    let at_url = common::json(driftless().args(["fleet", "list", &format!("http://{listen}")]));
+    let url = trainer.until("the address that it got", |_| {
+        let events = std::fs::read_to_string(stage.at("rl/events.jsonl")).ok()?;
+        let mut events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let listens = events.find(|event| event["event"] == "listening")?;
+        Some(format!("http://{}", listens["addr"].as_str()?))
+    });
+    let at_url = common::json(driftless().args(["fleet", "list", &url]));
     assert!(at_url.as_array().is_some_and(|engines| engines.len() > 1), "{at_url}");
     fleet(&stage, "remove", Some(&stage.engine.url()));
     trainer.succeed();

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_trainer::ChatTemplate;
-use driftless_trainer::data::{DataOptions, Dataset, RowReader, Source, Tokenizer};
+use driftless_trainer::data::{DataOptions, Dataset, RowReader, Source, Tokenizer, first_row};
 use driftless_trainer::tasks::tiny;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
@@ -57,6 +57,30 @@ const JSONL: &str = r#"{"input": [{"role": "user", "content": "1+2"}, {"role": "
 {"input": [{"role": "user", "content": "4+5"}], "label": 9, "tools": null}
 {"input": [{"role": "user", "content": "6"}], "label": 6, "tools": "[7]"}
 "#;
+
+#[test]
+fn first_row_has_all_fields_of_either_format() {
+    let dir = tempfile::tempdir().unwrap();
+    let (parquet, jsonl) = (dir.path().join("a.parquet"), dir.path().join("a.jsonl"));
+    write_parquet(&parquet, Compression::UNCOMPRESSED);
+    std::fs::write(&jsonl, JSONL).unwrap();
+    let first = |path: &Path, rows: &str| {
+        let row = first_row(&format!("{}{rows}", path.display()).parse::<Source>().unwrap());
+        row.map(|mut row| {
+            row.retain(|_, value| !value.is_null());
+            serde_json::Value::from(row)
+        })
+    };
+    let three = serde_json::json!({"input": [{"role": "user", "content": "6"}], "label": 6, "tools": "[7]"});
+    for path in [&parquet, &jsonl] {
+        assert_eq!(first(path, "@[2:]").unwrap(), three, "{}", path.display());
+        let nothing = first(path, "@[3:]").unwrap_err().to_string();
+        assert!(nothing.contains("no rows"), "{nothing}");
+    }
+    std::fs::write(&jsonl, "nonsense\n").unwrap();
+    let refused = first(&jsonl, "").unwrap_err().to_string();
+    assert!(refused.contains("a.jsonl:1") && refused.contains("nonsense"), "{refused}");
+}
 
 #[test]
 fn parquet_of_every_compression_reads_as_jsonl_does() {

@@ -374,8 +374,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     let kept = save.clone();
     let keep = move |fact: &Fact| {
         if let Event::Begin { .. } = fact.event {
-            let wrote = config::keep(&kept, &effective);
-            wrote.unwrap_or_else(|error| tracing::warn!(%error, "run.toml is not kept in --save"));
+            config::keep(&kept, &effective);
         }
     };
     let bus = Bus::start(vec![

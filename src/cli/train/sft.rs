@@ -57,15 +57,19 @@ const TEXT_BATCH_SIZE: u64 = 16;
 /// Problems that are worked; a longer training meets them again.
 const WORKED_MAX: u64 = 1 << 16;
 
-pub(super) fn run(args: Args, output: Output) -> Result<()> {
+pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
     for (name, file) in [("--text", &args.sft.text), ("--model-config", &args.sft.model_config)] {
         file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
     }
     args.sft.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
+    let (save, effective) = (args.save.clone(), std::mem::take(&mut args.effective));
     let options = options(args)?;
     let bar = progress::bar(options.steps, "sft");
     let mut losses = Vec::new();
     let summary = sft(&options, |step, loss| {
+        if losses.is_empty() {
+            config::keep(&save, &effective);
+        }
         losses.push(loss);
         bar.set_position(step);
         bar.set_message(format!("loss {loss:.3}"));

@@ -68,6 +68,7 @@ impl Show {
                 });
             }
             Event::Engine { url, gets } => self.line(&format!("engine {url}, seen from here: {gets}")),
+            Event::Listening { addr } => self.line(&format!("engines can be changed at http://{addr}")),
             Event::LogMissing { step } => self.line(&format!(
                 "the rollout log has none of the prompts that {step} steps were trained on; they are taken again"
             )),

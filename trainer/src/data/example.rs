@@ -118,6 +118,7 @@ impl RowReader {
         Wanted {
             required: required.into_iter().flatten().collect(),
             optional: vec![&options.metadata_key, &options.tool_key],
+            all: false,
         }
     }
 

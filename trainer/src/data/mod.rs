@@ -19,6 +19,8 @@ use std::sync::Arc;
 
 use derive_setters::Setters;
 use rows::Row;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 
 use crate::chat::LossMask;
 use crate::error::{Error, Result, input};
@@ -30,6 +32,8 @@ pub use crate::error::Place;
 const CHUNK: usize = 4096;
 /// Refused rows that are kept for messages; the others are counted.
 const REFUSED_KEPT: usize = 20;
+/// Why a file gives nothing.
+const NO_ROWS: &str = "there are no rows";
 
 /// Which prompts, and how rows become prompts. Field names follow slime's, and are flags.
 #[derive(Debug, Clone, Setters, clap::Args, serde::Serialize)]
@@ -101,6 +105,34 @@ pub struct Dataset {
     pub too_long: u64,
     /// The tokenizer that made the tokens.
     pub tokenizer: Arc<Tokenizer>,
+}
+
+/// The fields of a file's first row that `source` names, without a look at what they mean.
+///
+/// # Errors
+/// [`Error::Row`] for a row that is no JSON object, [`Error::NoPrompts`] for a file without rows, and what a file is refused
+/// for.
+pub fn first_row(source: &Source) -> Result<Map<String, Value>> {
+    let start = source.rows.start;
+    let one = Source { path: source.path.clone(), rows: start..start.saturating_add(1).min(source.rows.end) };
+    let mut first = None;
+    rows::each(&one, &rows::Wanted { all: true, ..Default::default() }, |row| {
+        first = Some(row);
+        Ok(())
+    })?;
+    let nothing = || Error::NoPrompts { files: source.to_string(), rows: 0, first: NO_ROWS.to_owned() };
+    let row = first.ok_or_else(nothing)?;
+    let bad = |why: Why| Error::Row {
+        place: Place { path: source.path.as_path().into(), line: row.line },
+        expected: "a row of fields".to_owned(),
+        found: why.to_string(),
+        todo: "mend it",
+    };
+    let value = |(name, json): (String, Box<RawValue>)| match serde_json::from_str(json.get()) {
+        Ok(value) => Ok((name, value)),
+        Err(error) => Err(Why::bad("JSON", rows::said(&error))),
+    };
+    row.fields.and_then(|fields| fields.into_iter().map(value).collect()).map_err(bad)
 }
 
 impl Dataset {
@@ -187,7 +219,7 @@ impl Dataset {
         if files.is_empty() {
             return input("prompt_data", "a file", "none");
         }
-        let first = self.refused.first().map_or_else(|| "there are no rows".to_owned(), Refused::to_string);
+        let first = self.refused.first().map_or_else(|| NO_ROWS.to_owned(), Refused::to_string);
         Error::NoPrompts { files: files.join(", "), rows: self.bad + self.too_long, first }
     }
 }

@@ -30,7 +30,7 @@ pub(super) fn each(
         let found = format!("columns `{}`", found.join("`, `"));
         return Err(input(source.path.display(), format!("a column `{missing}`"), found));
     }
-    let is_wanted = |name| wanted.required.contains(&name) || wanted.optional.contains(&name);
+    let is_wanted = |name| wanted.all || wanted.required.contains(&name) || wanted.optional.contains(&name);
     let columns: Vec<_> = all.iter().filter(|column| is_wanted(column.name())).cloned().collect();
     let projection = Type::group_type_builder(schema.name()).with_fields(columns).build().map_err(damaged)?;
     let rows = reader.get_row_iter(Some(projection)).map_err(damaged)?;

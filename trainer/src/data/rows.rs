@@ -21,11 +21,14 @@ pub(super) type Fields = BTreeMap<String, Box<RawValue>>;
 
 /// The fields that are read of a row.
 #[cfg_attr(not(feature = "parquet"), allow(dead_code, reason = "lines of JSON are read whole"))]
+#[derive(Default)]
 pub(super) struct Wanted<'a> {
     /// Each row has them.
     pub(super) required: Vec<&'a str>,
     /// Rows may lack them.
     pub(super) optional: Vec<&'a str>,
+    /// Whatever they have.
+    pub(super) all: bool,
 }
 
 /// Why a row is not trained on.

@@ -6,6 +6,7 @@
 mod bus;
 mod file;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -63,6 +64,11 @@ pub enum Event {
         /// What it gets of the run's versions, as far as it shows from this host: whether it is patched, loaded or pushed
         /// into, and what is compared.
         gets: String,
+    },
+    /// The run's engines can be changed over HTTP.
+    Listening {
+        /// The address, with the port that it got.
+        addr: SocketAddr,
     },
     /// An engine has come to another phase of its way through the fleet.
     Phase {

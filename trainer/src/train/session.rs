@@ -324,7 +324,9 @@ impl<'o> Session<'o> {
         });
         self.watch = watched::watch(&self.runtime, options, self.named.clone(), keeper.clone())?;
         if let Some(listen) = &options.fleet_listen {
-            self.listens = Some(listen::serve(&self.runtime, listen, keeper.clone())?);
+            let server = listen::serve(&self.runtime, listen, keeper.clone())?;
+            self.tell(Event::Listening { addr: server.addr() });
+            self.listens = Some(server);
         }
         self.open_door(keeper);
         let observer = self.observer.clone();
