@@ -65,6 +65,9 @@ fn bounded_staleness_takes_each_group_once_and_no_older_token() {
         steps.last().map(|step| Goodput::deserialize(&step["goodput"]).expect("a ledger of places"));
     let goodput = goodput.expect("a step");
     assert!(goodput.remainder().abs() < 0.01, "{goodput:?}");
+    let sum = |name: &str| steps.iter().map(|step| step[name].as_u64().expect("tokens")).sum::<u64>();
+    let trained = sum("response_tokens") - sum("tokens_too_old");
+    assert!(goodput.tokens.trained.abs_diff(trained) * 100 <= trained, "{trained}: {goodput:?}");
     let text = std::fs::read_to_string(stage.dir.join("rl/events.jsonl")).expect("events");
     let told = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("an event"));
     let told: Vec<_> = told.map(|fact| fact["event"].as_str().expect("its name").to_owned()).collect();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::activate::Limit;
 
-use crate::engine::{BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, expect_label};
+use crate::engine::{BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, expect_label, plain};
 use crate::error::{Error, Result};
 
 /// How long ending an activation may take, however it went.
@@ -200,11 +200,6 @@ pub(crate) async fn relabel(engine: &dyn Engine, label: &str) -> Result<()> {
 /// accepts it.
 pub(crate) fn partial(label: &str) -> String {
     format!("{}?partial", plain(label))
-}
-
-/// A label without what was added to it.
-pub(crate) fn plain(label: &str) -> &str {
-    label.split_once('?').map_or(label, |(plain, _)| plain)
 }
 
 /// What an engine that was told to go on is asked for.

@@ -48,6 +48,11 @@ impl Label {
     }
 }
 
+/// A label without what was added to it.
+pub(crate) fn plain(label: &str) -> &str {
+    label.split_once('?').map_or(label, |(plain, _)| plain)
+}
+
 impl fmt::Display for Label {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.run, self.version)

@@ -99,6 +99,7 @@ impl Lease {
         answer: &mut Answer<'_>,
     ) -> Attempt {
         self.unanswered = true;
+        self.marks().tokens = request.input_ids.len() as u64;
         let behind = answer.drawn.len();
         let outcome = tokio::select! {
             biased;
@@ -112,12 +113,14 @@ impl Lease {
         match outcome {
             Ok(Some((generation, before))) => {
                 self.member.state().replied();
+                self.marks().tokens_drawn = generation.output_ids.len() as u64;
                 let (cause, reason) =
                     match (unusable(&generation, before.as_deref(), minimum), &generation.finish) {
                         (None, Finish::Abort { message }) => {
                             answer.keep_rest(behind, &generation);
                             if !generation.output_ids.is_empty() {
-                                self.marks().kept = Some(Instant::now());
+                                let mut marks = self.marks();
+                                (marks.kept, marks.tokens_kept) = (Some(Instant::now()), marks.tokens_drawn);
                             }
                             (Cause::Aborted, format!("aborted by somebody else: {message}"))
                         }
@@ -186,7 +189,9 @@ impl Lease {
         let mut seen = |piece: Piece<'_>| {
             heard.fetch_add(1, Relaxed);
             let now = Instant::now();
-            self.marks().first.get_or_insert(now);
+            let mut marks = self.marks();
+            marks.first.get_or_insert(now);
+            marks.tokens_drawn += piece.output_ids.len() as u64;
             if !spans && !piece.located && Some(piece.label) != began.as_deref() {
                 crossed.notify_one();
             }
@@ -196,7 +201,7 @@ impl Lease {
             let is_known = if piece.located { versions.known } else { versions.know(piece.label) };
             if is_known {
                 answer.keep(piece);
-                self.marks().kept = Some(now);
+                (marks.kept, marks.tokens_kept) = (Some(now), marks.tokens_drawn);
             }
         };
         let interval = interval(request, identity.is_some_and(|identity| identity.incremental));

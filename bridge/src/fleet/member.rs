@@ -11,7 +11,7 @@ use super::newest::Known;
 use super::phase::Wanted;
 use super::settled::Settled;
 use super::usage::{Cause, Clock, Free, Marks, Usage};
-use crate::engine::{Attached, Engine, Expected, Identity, Label};
+use crate::engine::{Attached, Decoded, Engine, Expected, Identity, Label};
 use crate::error::{Error, Result};
 
 /// Shortest time between two looks at an engine.
@@ -238,8 +238,8 @@ impl Member {
     }
 
     /// A request is no longer under way. It had got on so far, and ended for `cause` unless it is whole; `again` says why
-    /// it was made again. Returns for how long it drew what stays.
-    pub(super) fn freed(&self, marks: Marks, cause: Option<Cause>, again: Option<Cause>) -> Duration {
+    /// it was made again. Returns what it drew that stays.
+    pub(super) fn freed(&self, marks: Marks, cause: Option<Cause>, again: Option<Cause>) -> Decoded {
         let mut state = self.state();
         let now = Instant::now();
         let spent = marks.spent(now, cause.is_none());
@@ -252,7 +252,7 @@ impl Member {
             self.changed.notify_one();
         }
         self.shared.stirred.notify_one();
-        spent.decoded
+        Decoded { time: spent.decoded, tokens: spent.tokens_kept }
     }
 
     /// Gives it no more requests, and those that it has until then; the earlier of two times counts.

@@ -32,7 +32,7 @@ use queue::{Queue, Waiter};
 use roster::{Roster, check_once};
 pub use route::Route;
 use route::Router;
-pub use usage::{Cause, Free, Usage};
+pub use usage::{Cause, Free, Tokens, Usage};
 use wait::{Bounds, Seen, Verdict, judge};
 
 /// How much longer than enough engines the others are waited for, unless told.

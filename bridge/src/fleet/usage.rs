@@ -99,6 +99,36 @@ pub struct Usage {
     pub under_way: Duration,
     /// Nothing.
     pub free: BTreeMap<Free, Duration>,
+    /// The tokens of requests that have ended.
+    pub tokens: Tokens,
+}
+
+/// Tokens that requests had engines read and draw, as far as engines told of them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tokens {
+    /// Of prompts, read for the first time. An engine may have had them in its cache.
+    pub prefill: u64,
+    /// Of prompts that were read again, with what was drawn behind them.
+    pub prefill_again: BTreeMap<Cause, u64>,
+    /// Drawn, and they stay.
+    pub decoded: u64,
+    /// Drawn, and thrown away.
+    pub lost: BTreeMap<Cause, u64>,
+}
+
+impl Tokens {
+    /// Adds those of other requests.
+    fn add(&mut self, other: &Tokens) {
+        self.prefill += other.prefill;
+        self.decoded += other.decoded;
+        for (cause, tokens) in &other.prefill_again {
+            *self.prefill_again.entry(*cause).or_default() += tokens;
+        }
+        for (cause, tokens) in &other.lost {
+            *self.lost.entry(*cause).or_default() += tokens;
+        }
+    }
 }
 
 impl Usage {
@@ -117,6 +147,7 @@ impl Usage {
         for (free, time) in &other.free {
             *self.free.entry(*free).or_default() += *time;
         }
+        self.tokens.add(&other.tokens);
     }
 }
 
@@ -126,9 +157,12 @@ pub(super) struct Spent {
     pub(super) prefill: Duration,
     pub(super) decoded: Duration,
     pub(super) lost: Duration,
+    pub(super) tokens_read: u64,
+    pub(super) tokens_kept: u64,
+    pub(super) tokens_lost: u64,
 }
 
-/// When an attempt got on.
+/// When an attempt got on, and how far.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Marks {
     pub(super) begin: Instant,
@@ -136,21 +170,30 @@ pub(super) struct Marks {
     pub(super) first: Option<Instant>,
     /// Its last token came that stays, so far.
     pub(super) kept: Option<Instant>,
+    /// Tokens that the engine has to read first.
+    pub(super) tokens: u64,
+    /// Tokens that came, and how many of them stay.
+    pub(super) tokens_drawn: u64,
+    pub(super) tokens_kept: u64,
 }
 
 impl Marks {
     pub(super) fn new(begin: Instant) -> Self {
-        Self { begin, first: None, kept: None }
+        Self { begin, first: None, kept: None, tokens: 0, tokens_drawn: 0, tokens_kept: 0 }
     }
 
     /// What the attempt took that ended at `end`, whole or not. Reading for nothing that stays is lost.
     pub(super) fn spent(self, end: Instant, is_whole: bool) -> Spent {
-        let Marks { begin, first, kept } = self;
+        let Marks { begin, first, kept, tokens, tokens_drawn, tokens_kept } = self;
         let first = first.unwrap_or(begin);
-        match if is_whole { Some(end) } else { kept } {
-            Some(kept) => Spent { prefill: first - begin, decoded: kept - first, lost: end - kept },
-            None => Spent { lost: end - begin, ..Spent::default() },
-        }
+        let tokens_kept = if is_whole { tokens_drawn } else { tokens_kept };
+        let tokens_lost = tokens_drawn.saturating_sub(tokens_kept);
+        let tokens_read = if tokens_drawn > 0 { tokens } else { 0 };
+        let (prefill, decoded, lost) = match if is_whole { Some(end) } else { kept } {
+            Some(kept) => (first - begin, kept - first, end - kept),
+            None => (Duration::ZERO, Duration::ZERO, end - begin),
+        };
+        Spent { prefill, decoded, lost, tokens_read, tokens_kept, tokens_lost }
     }
 }
 
@@ -188,15 +231,26 @@ impl Clock {
 
     /// An attempt has ended, for `cause` unless it is whole. `again` says why its prompt was read before.
     pub(super) fn end(&mut self, spent: Spent, cause: Option<Cause>, again: Option<Cause>) {
-        let Spent { prefill, decoded, lost } = spent;
+        let Spent { prefill, decoded, lost, tokens_read, tokens_kept, tokens_lost } = spent;
         self.busy = self.busy.saturating_sub(prefill + decoded + lost);
         self.usage.decoded += decoded;
+        self.usage.tokens.decoded += tokens_kept;
         match again {
-            Some(again) => *self.usage.prefill_again.entry(again).or_default() += prefill,
-            None => self.usage.prefill += prefill,
+            Some(again) => {
+                *self.usage.prefill_again.entry(again).or_default() += prefill;
+                *self.usage.tokens.prefill_again.entry(again).or_default() += tokens_read;
+            }
+            None => {
+                self.usage.prefill += prefill;
+                self.usage.tokens.prefill += tokens_read;
+            }
         }
+        let cause = cause.unwrap_or(Cause::GivenUp);
         if lost > Duration::ZERO {
-            *self.usage.lost.entry(cause.unwrap_or(Cause::GivenUp)).or_default() += lost;
+            *self.usage.lost.entry(cause).or_default() += lost;
+        }
+        if tokens_lost > 0 {
+            *self.usage.tokens.lost.entry(cause).or_default() += tokens_lost;
         }
     }
 
@@ -241,12 +295,36 @@ mod tests {
             (Some(2), None, false, (0, 0, 7)),
             (None, None, false, (0, 0, 7)),
         ] {
-            let Spent { prefill, decoded, lost } = marks(first, kept).spent(at(7), is_whole);
+            let Spent { prefill, decoded, lost, .. } = marks(first, kept).spent(at(7), is_whole);
             assert_eq!(
                 (prefill, decoded, lost),
                 (expected.0 * SECOND, expected.1 * SECOND, expected.2 * SECOND)
             );
         }
+    }
+
+    #[test]
+    fn tokens_are_told_apart_by_what_stays() {
+        let begin = Instant::now();
+        let mut clock = Clock::new(4, begin);
+        let marks =
+            |drawn, kept| Marks { tokens: 10, tokens_drawn: drawn, tokens_kept: kept, ..Marks::new(begin) };
+        clock.end(marks(5, 3).spent(begin, true), None, None);
+        clock.end(marks(5, 3).spent(begin, false), Some(Cause::Removed), None);
+        clock.end(marks(7, 0).spent(begin, false), Some(Cause::Crossed), Some(Cause::Removed));
+        // No token came, and the prompt may not have been read.
+        clock.end(marks(0, 0).spent(begin, false), Some(Cause::Failed), None);
+        let tokens = clock.read(begin).tokens;
+        let expected = Tokens {
+            prefill: 20,
+            prefill_again: BTreeMap::from([(Cause::Removed, 10)]),
+            decoded: 8,
+            lost: BTreeMap::from([(Cause::Removed, 2), (Cause::Crossed, 7)]),
+        };
+        assert_eq!(tokens, expected);
+        let mut twice = tokens.clone();
+        twice.add(&tokens);
+        assert_eq!((twice.decoded, twice.lost[&Cause::Crossed]), (16, 14));
     }
 
     #[test]

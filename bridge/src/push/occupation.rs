@@ -6,8 +6,8 @@
 //! accepts any of them. The next process resumes what is released, and touches nothing whose state is
 //! unknown.
 
-use crate::activate::pause::{partial, plain};
-use crate::engine::PauseMode;
+use crate::activate::pause::partial;
+use crate::engine::{PauseMode, plain};
 use crate::error::{Error, Result};
 use crate::sglang::{Client, MemoryTag};
 

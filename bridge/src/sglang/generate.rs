@@ -3,9 +3,9 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::activate::pause::plain;
 use crate::engine::{
     Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, Tell, VersionSpan, log_probability,
+    plain,
 };
 use crate::error::Result;
 use crate::events::Failure;

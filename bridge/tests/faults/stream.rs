@@ -94,6 +94,9 @@ fn answer_goes_on_with_its_tokens_after_the_engines_death() {
         assert_eq!((again, used.under_way), (vec![Cause::Failed], Duration::ZERO));
         assert!(used.lost[&Cause::Failed] > Duration::ZERO, "its engine stood still before it died");
         assert!(used.prefill > Duration::ZERO && used.decoded > Duration::ZERO);
+        let tokens = &used.tokens;
+        assert_eq!((tokens.prefill, tokens.decoded, tokens.lost.len()), (2, WHOLE as u64, 0));
+        assert_eq!(tokens.prefill_again[&Cause::Failed], 2 + STUCK as u64);
         assert!(used.free[&Free::Down] > Duration::ZERO && used.free[&Free::Unasked] > Duration::ZERO);
     }
 }

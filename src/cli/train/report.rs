@@ -1,7 +1,7 @@
 //! The end of a run: a table for the terminal, a page with plots beside the run's data.
 
 use crate::cli::shared::error::{Error, Result};
-use driftless::trainer::goodput::Goodput;
+use driftless::trainer::goodput::{Goodput, Tokens};
 use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
 use plotters::prelude::*;
 use std::collections::BTreeMap;
@@ -119,6 +119,7 @@ impl Summary {
         }
         rows.extend(self.version_newest.into_iter().flat_map(|newest| self.published(newest)));
         rows.extend(self.goodput.iter().map(|goodput| ("goodput", places(goodput))));
+        rows.extend(self.goodput.iter().map(|goodput| ("tokens", tokens(&goodput.tokens))));
         if self.log_prob_diff_max > 0.0 {
             // With older weights it is also that of the weights.
             let of = if self.staleness_max > 0 { "and the weights' age" } else { "of the same weights" };
@@ -183,12 +184,24 @@ impl Summary {
 
 /// What the engines' places were doing, in shares of their time, the largest first.
 fn places(goodput: &Goodput) -> String {
-    let share = |time: f64| 100.0 * time / goodput.places_s.max(f64::MIN_POSITIVE);
-    let mut parts = goodput.parts();
+    let shown = shares(goodput.parts(), goodput.places_s);
+    format!("{shown}  (of {:.0} place-seconds of the engines)", goodput.places_s)
+}
+
+/// What became of tokens, likewise.
+fn tokens(tokens: &Tokens) -> String {
+    let drawn = tokens.drawn();
+    let all: u64 = drawn.iter().map(|(_, tokens)| tokens).sum();
+    let shown = shares(drawn.into_iter().map(|(name, tokens)| (name, tokens as f64)).collect(), all as f64);
+    let again: u64 = tokens.prefill_again.values().sum();
+    format!("{shown}  (of {all} drawn; {} of prompts, {again} read again)", tokens.prefill)
+}
+
+fn shares(mut parts: Vec<(String, f64)>, of: f64) -> String {
     parts.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-    let shown = parts.iter().map(|(name, time)| (name, share(*time))).filter(|(_, share)| *share >= 0.05);
-    let shown: Vec<_> = shown.map(|(name, share)| format!("{name} {share:.1} %")).collect();
-    format!("{}  (of {:.0} place-seconds of the engines)", shown.join(", "), goodput.places_s)
+    let share = |part: f64| 100.0 * part / of.max(f64::MIN_POSITIVE);
+    let shown = parts.iter().map(|(name, part)| (name, share(*part))).filter(|(_, share)| *share >= 0.05);
+    shown.map(|(name, share)| format!("{name} {share:.1} %")).collect::<Vec<_>>().join(", ")
 }
 
 /// Writes `report.svg` and `report.html` into `dir` and returns the page's path.

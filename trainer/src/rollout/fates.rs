@@ -1,21 +1,21 @@
-//! What became of the time in which engines drew tokens.
+//! What became of tokens that engines drew, and of the time for them.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use driftless_bridge::engine::Meter;
+use driftless_bridge::engine::{Decoded, Meter};
 
 use crate::goodput::Kept;
 
 /// Why a step leaves out tokens, or groups of nothing else.
 pub(super) const TOO_OLD: &str = "too old";
 
-/// Times on engines' places, by what became of the tokens that were drawn in them.
+/// Tokens and times on engines' places, by what became of the former.
 #[derive(Debug)]
 pub(super) struct Fates {
     began: SystemTime,
-    trained: Duration,
-    left_out: BTreeMap<&'static str, Duration>,
+    trained: Decoded,
+    left_out: BTreeMap<&'static str, Decoded>,
     /// Of groups of which a step may still learn.
     open: BTreeMap<u64, Meter>,
     evaluation: Meter,
@@ -24,7 +24,7 @@ pub(super) struct Fates {
 impl Fates {
     /// Of nothing yet.
     pub(super) fn new(began: SystemTime) -> Self {
-        let (trained, left_out) = (Duration::ZERO, BTreeMap::new());
+        let (trained, left_out) = (Decoded::default(), BTreeMap::new());
         Fates { began, trained, left_out, open: BTreeMap::new(), evaluation: Meter::default() }
     }
 
@@ -46,9 +46,11 @@ impl Fates {
     pub(super) fn take(&mut self, group: u64, too_old: f64) {
         // A step that is done again has counted its groups.
         let Some(meter) = self.open.remove(&group) else { return };
-        let lost = meter.decoded().mul_f64(too_old.clamp(0.0, 1.0));
-        self.trained += meter.decoded().saturating_sub(lost);
-        if lost > Duration::ZERO {
+        let (Decoded { time, tokens }, too_old) = (meter.decoded(), too_old.clamp(0.0, 1.0));
+        let lost = Decoded { time: time.mul_f64(too_old), tokens: (tokens as f64 * too_old).round() as u64 };
+        self.trained +=
+            Decoded { time: time.saturating_sub(lost.time), tokens: tokens.saturating_sub(lost.tokens) };
+        if lost != Decoded::default() {
             *self.left_out.entry(TOO_OLD).or_default() += lost;
         }
     }
@@ -63,24 +65,27 @@ impl Fates {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
-    fn time_of_a_group_counts_once_where_it_ends() {
-        let (mut fates, second) = (Fates::new(SystemTime::UNIX_EPOCH), Duration::from_secs(1));
+    fn what_a_group_drew_counts_once_where_it_ends() {
+        let mut fates = Fates::new(SystemTime::UNIX_EPOCH);
+        let drawn = |tokens: u64| Decoded { time: Duration::from_secs(tokens) / 100, tokens };
         for group in 0..4 {
-            fates.meter(Some(group)).add(second * 4);
-            fates.meter(Some(group)).add(second * 4);
+            fates.meter(Some(group)).add(drawn(400));
+            fates.meter(Some(group)).add(drawn(400));
         }
-        fates.meter(None).add(second);
+        fates.meter(None).add(drawn(100));
         fates.take(0, 0.25);
         fates.take(0, 0.0);
         fates.take(1, 0.0);
         fates.leave_out(2, "filtered");
         fates.leave_out(2, "failed");
         let Kept { trained, evaluated, left_out, .. } = fates.kept();
-        assert_eq!((trained, evaluated), (14 * second, second));
-        assert_eq!(left_out, BTreeMap::from([("filtered", 8 * second), (TOO_OLD, 2 * second)]));
-        assert_eq!(fates.meter(Some(3)).decoded(), 8 * second, "it is not known yet");
+        assert_eq!((trained, evaluated), (drawn(1400), drawn(100)));
+        assert_eq!(left_out, BTreeMap::from([("filtered", drawn(800)), (TOO_OLD, drawn(200))]));
+        assert_eq!(fates.meter(Some(3)).decoded(), drawn(800), "it is not known yet");
     }
 }
