@@ -333,6 +333,8 @@ fn deterministic_training_gives_the_same_bytes_twice() {
         std::fs::read(model.join("model.safetensors")).expect("weights")
     };
     assert!(trained("once") == trained("twice"));
+    let kept = std::fs::read_to_string(dir.path().join("twice/run.toml")).expect("what it was told");
+    assert!(kept.contains("loss-type = \"sft_loss\""), "{kept}");
     let (status, error) =
         code(driftless().args(["train", "--save", "x", "--learner", "x", "--deterministic"]));
     assert_eq!(status, Some(2), "{error}");
