@@ -423,6 +423,18 @@ mod tests {
         assert!(matches!(gone, Error::NoRunAt { .. }), "{gone}");
         let open = listens(None);
         assert_eq!(ask_at(&format!("http://{}", open.addr()), None, &Request::List, LONG).unwrap().len(), 1);
+        let body = serde_json::to_vec(&Request::Remove { address: scene.url(1) }).unwrap();
+        let mut page = std::net::TcpStream::connect(open.addr()).unwrap();
+        write!(
+            page,
+            "POST /fleet HTTP/1.1\r\nhost: localhost\r\norigin: http://elsewhere\r\nconnection: close\r\n"
+        )
+        .unwrap();
+        write!(page, "content-length: {}\r\n\r\n", body.len()).unwrap();
+        page.write_all(&body).unwrap();
+        let status = Lines::new(page).lines().next().unwrap().unwrap();
+        assert!(status.contains("403"), "{status}");
+        assert_eq!(urls(&scene.ask(&Request::List).unwrap()), [scene.url(1)]);
     }
 
     #[test]

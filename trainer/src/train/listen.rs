@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse as _, Json, Response};
 use axum::routing::get;
 use axum::{Router, middleware};
@@ -45,7 +45,11 @@ async fn list(State(run): State<Run>) -> Response {
     run.answer(Request::List).await
 }
 
-async fn change(State(run): State<Run>, body: Bytes) -> Response {
+async fn change(State(run): State<Run>, headers: HeaderMap, body: Bytes) -> Response {
+    // A browser says so of each POST. A page from elsewhere reaches loopback, where no token may be asked for.
+    if headers.contains_key(header::ORIGIN) {
+        return refuse(StatusCode::FORBIDDEN, "forbidden", "a page in a browser changes no engines");
+    }
     match serde_json::from_slice(&body) {
         Ok(request) => run.answer(request).await,
         Err(error) => refuse(StatusCode::BAD_REQUEST, "bad_request", format!("no request: {error}")),
