@@ -20,6 +20,8 @@ use toml::{Table, Value};
 const FLAG: &str = "config";
 /// What no file says: it is of one call, or names the file.
 const NEVER: [&str; 5] = [FLAG, "json", "die-with-parent", "help", "version"];
+/// Flags that a build without libtorch lacks, and that commands of such builds meet in a file of several commands.
+const OF_LIBTORCH: [&str; 4] = ["device", "num-threads", "deterministic", "actor-num-gpus-per-node"];
 /// Longest file.
 const BYTES_MAX: u64 = 1 << 20;
 /// How alike two names are, of 1, of which one may be meant by the other.
@@ -34,7 +36,6 @@ pub(crate) fn expanded(command: &Command, args: Vec<OsString>) -> Result<Vec<OsS
     let Ok(given) = command.clone().ignore_errors(true).try_get_matches_from(&args) else { return Ok(args) };
     let Some(file) = given.get_one::<PathBuf>(FLAG) else { return Ok(args) };
     let settings = read(file)?;
-    check(command, &settings, &mut Vec::new()).map_err(|why| refused(file, why))?;
     let (mut at, mut chosen, mut of) = (command, &given, vec![(command, &given)]);
     let mut path = Vec::new();
     while let Some((name, matches)) = chosen.subcommand() {
@@ -43,6 +44,7 @@ pub(crate) fn expanded(command: &Command, args: Vec<OsString>) -> Result<Vec<OsS
         of.push((sub, matches));
         path.push(name);
     }
+    check(command, &settings, &path, &mut Vec::new()).map_err(|why| refused(file, why))?;
     let more = chosen_of(&settings, &path, &of).map_err(|why| refused(file, why))?;
     // Behind the last command, and in front of what is no flag any more.
     let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
@@ -71,15 +73,21 @@ fn flags<'a>(command: &'a Command, below: bool, all: &mut BTreeSet<&'a str>) {
 }
 
 /// Says what a table has that the command at this path does not: at the top any flag of any command, below it those of
-/// the command.
-fn check(command: &Command, table: &Table, path: &mut Vec<String>) -> Result<(), String> {
+/// the command. Tables of commands that do not `run` now are their own: a build without libtorch lacks some of their flags.
+fn check(command: &Command, table: &Table, run: &[&str], path: &mut Vec<String>) -> Result<(), String> {
     let mut known = BTreeSet::new();
     flags(command, true, &mut known);
+    if path.is_empty() {
+        known.extend(OF_LIBTORCH);
+    }
     for (key, value) in table {
         match (value, command.find_subcommand(key)) {
             (Value::Table(table), Some(sub)) => {
+                let runs = run.get(path.len()) == Some(&key.as_str());
                 path.push(key.clone());
-                check(sub, table, path)?;
+                if runs {
+                    check(sub, table, run, path)?;
+                }
                 path.pop();
             }
             (Value::Table(_), None) => {
@@ -200,7 +208,8 @@ pub(crate) fn effective(command: &Command, name: &str, matches: &ArgMatches, ver
         table.insert(long.to_owned(), value);
     }
     let dir = std::env::current_dir().unwrap_or_default();
-    let (dir, settings) = (dir.display(), Table::from_iter([(name.to_owned(), Value::Table(table))]));
+    let dir = dir.display().to_string().replace(char::is_control, " ");
+    let settings = Table::from_iter([(name.to_owned(), Value::Table(table))]);
     format!("# What `driftless {name}` was told, in {dir}; driftless {version}.\n{settings}")
 }
 
@@ -210,7 +219,7 @@ fn scalar(raw: &OsStr) -> Value {
     let number = text.parse::<i64>().map(Value::Integer).or_else(|_| text.parse().map(Value::Float));
     number
         .ok()
-        .filter(|number| number.to_string() == text)
+        .filter(|number| texts(number).is_some_and(|again| again == [&*text]))
         .unwrap_or_else(|| Value::String(text.into_owned()))
 }
 
@@ -300,6 +309,21 @@ mod tests {
     }
 
     #[test]
+    fn file_of_several_commands_serves_a_build_without_some_flags() {
+        let text = "num-threads = 4\n[train]\nflag-of-another-build = 'cuda:0'\n[follow]\npoll-ms = 20\n";
+        let follow = expand(text, &["driftless", "follow", "--config", "FILE"]).expect("arguments");
+        assert_eq!(follow[2..], ["--poll-ms=20"].map(str::to_owned));
+        let train = expand(text, &["driftless", "train", "--config", "FILE"]).expect_err("its own table");
+        assert!(train.contains("`flag-of-another-build` is no flag of `train`"), "{train}");
+        let mut all = BTreeSet::new();
+        let command = crate::cli::command();
+        flags(&command, true, &mut all);
+        if cfg!(feature = "torch") {
+            assert!(OF_LIBTORCH.iter().all(|name| all.contains(name)), "{all:?}");
+        }
+    }
+
+    #[test]
     fn flag_goes_before_a_setting_that_contradicts_it() {
         let text = "[train]\ntrain-async = true\n";
         let args = expand(text, &["driftless", "train", "--config", "FILE", "--max-staleness", "2"])
@@ -335,7 +359,9 @@ mod tests {
             "driftless",
             "train",
             "--save",
-            "s",
+            "2.0",
+            "--run",
+            "1.0",
             "--lr",
             "1e-6",
             "--num-rollout",

@@ -181,7 +181,7 @@ fn written(args: &Args, looked: &Looked) -> String {
     let mut file = File(format!(
         "# Written by `driftless init`. Flags on the command line go before it.\n\
          #   driftless train --config {0}\n#   driftless follow --config {0}    beside each engine\n\n",
-        args.out.display()
+        args.out.display().to_string().replace(char::is_control, " ")
     ));
     file.say("Where versions go: a place that trainer and followers reach.");
     file.set("store", args.store.as_str());
@@ -243,6 +243,10 @@ fn trained(file: &mut File, args: &Args, looked: &Looked) {
     file.set("rollout-batch-size", BATCH.min(*prompts).max(1) as i64);
     file.set("n-samples-per-prompt", 8);
     file.set("rollout-max-response-len", response_len(looked));
+    if let Some(positions) = positions(looked).and_then(|positions| i64::try_from(positions).ok()) {
+        file.say("Tokens of a prompt and its answer: the model has no positions for more.");
+        file.set("rollout-max-context-len", positions);
+    }
     file.say("Steps: without this, as many as the prompts are enough for.");
     file.0 += "# num-rollout = 100\n";
     file.say("Generate while the step trains, with weights of at most two steps ago (docs/loop.md).");
@@ -252,15 +256,19 @@ fn trained(file: &mut File, args: &Args, looked: &Looked) {
 fn model(looked: &Looked) -> String {
     let architecture =
         looked.config["architectures"][0].as_str().unwrap_or("a model without a named architecture");
-    let positions = looked.config["max_position_embeddings"].as_u64();
-    let positions = positions.map_or_else(String::new, |positions| format!(", {positions} positions"));
+    let positions =
+        positions(looked).map_or_else(String::new, |positions| format!(", {positions} positions"));
     let template = if looked.has_template { "a chat template" } else { "no chat template" };
     format!("{}{positions}, {template}.", short(architecture))
 }
 
+fn positions(looked: &Looked) -> Option<u64> {
+    looked.config["max_position_embeddings"].as_u64()
+}
+
 /// What is left of the model's positions, half of them at least.
 fn response_len(looked: &Looked) -> i64 {
-    let positions = looked.config["max_position_embeddings"].as_u64().unwrap_or(u64::MAX);
+    let positions = positions(looked).unwrap_or(u64::MAX);
     let left = positions.saturating_sub(looked.longest as u64).max(positions / 2).clamp(1, RESPONSE);
     i64::try_from(left).unwrap_or(i64::MAX)
 }
@@ -270,7 +278,7 @@ struct File(String);
 
 impl File {
     fn say(&mut self, comment: &str) {
-        let _ = writeln!(self.0, "# {}", comment.replace('\n', " "));
+        let _ = writeln!(self.0, "# {}", comment.replace(char::is_control, " "));
     }
 
     fn set(&mut self, key: &str, value: impl Into<toml::Value>) {

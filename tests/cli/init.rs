@@ -32,6 +32,7 @@ fn file_says_what_was_found_and_a_command_takes_it() {
         "label-key = \"answer\"",
         "rm-type = \"math\"",
         "apply-chat-template = true",
+        "rollout-max-context-len = 64",
         "127.0.0.1:1 did not answer",
         "release",
     ] {

@@ -10,7 +10,7 @@ use std::process::Command;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Directory that gets the files [default: target/release-files]. What lies there is removed.
+    /// Directory that gets the files [default: target/release-files]. An earlier release there is removed.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Only for these processors; may be given several times [default: all].
@@ -50,15 +50,16 @@ const HOME: &str = "release-maturin-1.16.0-ziglang-0.15.2-cargo-zigbuild-0.24.1"
 /// What binaries are built with: everything but libtorch.
 const FEATURES: &str = "cli";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The file of checksums.
+const SUMS: &str = "SHA256SUMS";
 /// The names that `ssh-keygen -Y` signs for and under.
 const NAMESPACE: &str = "driftless-release";
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let out = options.out.clone().unwrap_or_else(|| target_dir().join("release-files"));
-    if out.exists() {
-        fs::remove_dir_all(&out).map_err(Error::io(&out))?;
-    }
-    fs::create_dir_all(&out).map_err(Error::io(&out))?;
+    // Maturin runs elsewhere.
+    let out = std::path::absolute(&out).map_err(Error::io(&out))?;
+    emptied(&out)?;
     let tools = Tools::install(&cache_dir()?)?;
     let all = if options.arch.is_empty() { Arch::ALL.to_vec() } else { options.arch.clone() };
     for arch in &all {
@@ -77,6 +78,20 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     println!("release  {}", out.display());
     process::run(Command::new("ls").args(["-l", "--human-readable"]).arg(&out))
+}
+
+/// Makes a directory empty that is absent, empty, or of an earlier release, also of one that did not end.
+fn emptied(dir: &Path) -> Result<()> {
+    if dir.exists() {
+        let is_release = dir.join(SUMS).is_file();
+        if !is_release && fs::read_dir(dir).map_err(Error::io(dir))?.next().is_some() {
+            let expected = format!("a directory that is absent, empty, or has a release's {SUMS}");
+            return Err(Error::check("--out", expected, dir.display().to_string()));
+        }
+        fs::remove_dir_all(dir).map_err(Error::io(dir))?;
+    }
+    fs::create_dir_all(dir).map_err(Error::io(dir))?;
+    write(dir, SUMS, "")
 }
 
 struct Tools {
@@ -125,6 +140,9 @@ impl Tools {
         process::run(build.arg(target))?;
         let name = format!("driftless-{VERSION}-{}", arch.target());
         let dir = target_dir().join("lanes").join(&name);
+        if dir.exists() {
+            fs::remove_dir_all(&dir).map_err(Error::io(&dir))?;
+        }
         fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
         let built = target_dir().join(arch.target()).join("release/driftless");
         copy(&built, &dir.join("driftless"))?;
@@ -160,7 +178,11 @@ fn add_target(arch: Arch) -> Result<()> {
 /// Packs the crates as a publication would, and sends none. `cargo publish --workspace` is what sends them.
 fn crates(out: &Path) -> Result<()> {
     let publish = ["publish", "--workspace", "--dry-run", "--no-verify", "--locked", "--quiet"];
-    let packed = target_dir().join("package");
+    // Cargo keeps what a dry run packs there, and removes none.
+    let packed = target_dir().join("package/tmp-crate");
+    if packed.exists() {
+        fs::remove_dir_all(&packed).map_err(Error::io(&packed))?;
+    }
     let mut cargo = Command::new("cargo");
     process::run(cargo.args(publish).arg("--target-dir").arg(target_dir()).current_dir(workspace()))?;
     let dir = out.join("crates");
@@ -171,7 +193,12 @@ fn crates(out: &Path) -> Result<()> {
             copy(&packed.join(&file), &dir.join(&file))?;
         }
     }
-    Ok(())
+    match files(&dir)?.is_empty() {
+        true => {
+            Err(Error::check("cargo publish --dry-run", format!("crates in {}", packed.display()), "none"))
+        }
+        false => Ok(()),
+    }
 }
 
 /// What the command consists of, in CycloneDX. The wheels have theirs inside.
@@ -236,14 +263,15 @@ fn notes(changelog: &str, is_signed: bool) -> Result<String> {
 
 fn sums(out: &Path) -> Result<()> {
     let mut all = files(out)?;
+    all.retain(|file| file != Path::new(SUMS));
     all.extend(files(&out.join("crates"))?.into_iter().map(|file| Path::new("crates").join(file)));
     let sums = process::output(Command::new("sha256sum").args(all).current_dir(out))?;
-    write(out, "SHA256SUMS", &sums)
+    write(out, SUMS, &sums)
 }
 
 fn sign(key: &Path, out: &Path) -> Result<()> {
     let mut sign = Command::new("ssh-keygen");
-    sign.args(["-Y", "sign", "-n", NAMESPACE, "-f"]).arg(key).arg(out.join("SHA256SUMS"));
+    sign.args(["-Y", "sign", "-n", NAMESPACE, "-f"]).arg(key).arg(out.join(SUMS));
     process::run(&mut sign)
 }
 
@@ -283,6 +311,20 @@ mod tests {
             found.into_iter().map(|((name, version), licence)| (name, version, licence)).collect();
         let expected = [("a", "1.0.0", "MIT"), ("b", "2.0.0", "Apache-2.0")];
         assert_eq!(found, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
+    }
+
+    #[test]
+    fn directory_of_something_else_is_not_emptied() {
+        let out = std::env::temp_dir().join(format!("driftless-release-{}", std::process::id()));
+        emptied(&out).unwrap();
+        write(&out, "half.whl", "").unwrap();
+        emptied(&out).unwrap();
+        assert_eq!(files(&out).unwrap(), [PathBuf::from(SUMS)]);
+        fs::remove_file(out.join(SUMS)).unwrap();
+        write(&out, "thesis.tex", "").unwrap();
+        assert!(emptied(&out).unwrap_err().to_string().contains("SHA256SUMS"));
+        assert!(out.join("thesis.tex").is_file());
+        fs::remove_dir_all(&out).unwrap();
     }
 
     #[test]

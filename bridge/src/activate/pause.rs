@@ -122,7 +122,7 @@ impl Pause {
         ask: Ask,
         failed: Option<&Error>,
     ) -> Result<()> {
-        self.late = failed.is_some_and(Error::is_unanswered);
+        self.late = failed.is_some_and(|error| self.late || error.is_unanswered());
         match (failed, serving) {
             (None, _) => self.unknown = false,
             (Some(_), Some(serving)) if !self.unknown => {
@@ -156,7 +156,7 @@ impl Pause {
         mode: PauseMode,
         took: Duration,
     ) -> Result<()> {
-        (self.mode, self.took) = (mode, took);
+        (self.mode, self.took, self.late) = (mode, took, false);
         match goes_on(engine, Ask::TokenIfIdle).await? {
             Token::Unsound(source) => Err(self.fence(engine, source).await),
             Token::Sound | Token::None => Ok(()),

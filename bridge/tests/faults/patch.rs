@@ -363,8 +363,9 @@ fn a_running_engine_that_does_not_answer_is_left_as_it_is() {
     let stop = Stop::new();
     let limit = Limit::new(Duration::from_secs(600), stop.clone());
     let stopper = std::thread::spawn(move || {
-        came.recv().unwrap();
+        let came = came.recv_timeout(Duration::from_secs(60));
         stop.stop();
+        came.unwrap();
     });
     let error = scene.activate_within(&limit).unwrap_err();
     stopper.join().unwrap();

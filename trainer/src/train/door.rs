@@ -1,10 +1,11 @@
 //! The run's side of `fleet.sock`: who asks is answered, and what changes is remembered.
 
+use std::collections::BTreeSet;
 use std::fs::Permissions;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use driftless_bridge::fleet::{EngineStatus, Phase};
@@ -17,7 +18,7 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::changes::{Changes, Engine};
+use super::changes::{Changes, Engine, url_of};
 use crate::door::{Answer, Request, SOCKET};
 use crate::error::{Error, Result, io as io_error};
 
@@ -39,6 +40,8 @@ pub(super) struct Keeper {
     /// The run's directory.
     pub(super) save: PathBuf,
     pub(super) changes: Mutex<Changes>,
+    /// URLs of engines that come once they have gone.
+    pub(super) coming: std::sync::Mutex<BTreeSet<String>>,
     /// Whether the loop pushes into a fixed set of engines.
     pub(super) pushes: bool,
 }
@@ -170,24 +173,35 @@ impl Keeper {
     }
 
     /// Adds an engine that a file or a name has, unless it is there. One that is still going comes back once it has gone,
-    /// which it does by the deadline of its drain.
+    /// which it does by the deadline of its drain, unless it is let go meanwhile.
     pub(super) async fn take_in(&self, engine: &Engine) -> Result<()> {
-        while let Ok(url) = self.fleet.url_of(&engine.address) {
+        let url = url_of(&engine.address)?;
+        self.coming().insert(url.clone());
+        while self.fleet.url_of(&url).is_ok() {
             let is_going = |status: &EngineStatus| status.url == url && status.phase == Phase::Draining;
             if !self.fleet.status().iter().any(is_going) {
+                self.coming().remove(&url);
                 return Ok(());
             }
             tokio::time::sleep(AGAIN).await;
         }
+        if !self.coming().remove(&url) {
+            return Ok(());
+        }
         self.add(engine, |changes, url| changes.forget(url)).await
     }
 
-    /// Drains an engine that a file no longer names, if it is there.
+    fn coming(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.coming.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Drains an engine that a file no longer names, if it is there. What was changed of it by hand is over either way.
     pub(super) async fn let_go(&self, url: &str, deadline: Duration) -> Result<()> {
+        self.coming().remove(url);
+        self.note(|changes| changes.forget(url)).await?;
         if self.fleet.url_of(url).is_err() {
             return Ok(());
         }
-        self.note(|changes| changes.forget(url)).await?;
         tracing::info!(engine = url, "engine is to go");
         Ok(self.fleet.drain(url, deadline).await?)
     }
@@ -215,6 +229,7 @@ impl Keeper {
     /// Remembers that an engine is to go, and returns its URL.
     async fn note_removed(&self, address: &str) -> Result<String> {
         let url = self.fleet.url_of(address)?;
+        self.coming().remove(&url);
         self.note(|changes| changes.remove(&url)).await?;
         tracing::info!(engine = url, "engine is to go");
         Ok(url)
@@ -293,7 +308,14 @@ mod tests {
         let addresses = [fake.address.to_string()];
         let fleet = runtime.block_on(Fleet::attach(&addresses, &keys, &expected, options))?;
         let (fleet, save) = (Arc::new(fleet), save.to_owned());
-        Ok(Arc::new(Keeper { fleet, keys, save, changes: Mutex::default(), pushes }))
+        Ok(Arc::new(Keeper {
+            fleet,
+            keys,
+            save,
+            changes: Mutex::default(),
+            coming: Default::default(),
+            pushes,
+        }))
     }
 
     fn urls(rows: &[EngineRow]) -> Vec<&str> {
@@ -337,10 +359,48 @@ mod tests {
         assert_eq!(urls(&scene.ask(&Request::List).unwrap()), [scene.url(0)]);
         assert!(!scene.dir.path().join("fleet.json").exists(), "the file tells the next start");
         // What was changed by hand is over where the file says otherwise.
-        scene.ask(&Request::Add { address: scene.address(1), keys: false }).unwrap();
-        scene.ask(&Request::Remove { address: scene.address(1) }).unwrap();
+        let by_hand = || {
+            scene.ask(&Request::Add { address: scene.address(1), keys: false }).unwrap();
+            scene.ask(&Request::Remove { address: scene.address(1) }).unwrap();
+        };
+        by_hand();
         take_in(false);
         assert_eq!(scene.file(), serde_json::json!({"added": [], "removed": []}));
+        let_go();
+        by_hand();
+        let_go();
+        assert_eq!(scene.file(), serde_json::json!({"added": [], "removed": []}), "the file has dropped it");
+    }
+
+    #[test]
+    fn engine_that_is_let_go_while_it_waits_to_come_back_stays_away() {
+        let scene = Scene::new(false);
+        let asked = scene.fakes[0].hang("POST /generate");
+        let request = GenerateRequest::new(Rid::new(1, 2), vec![1], SamplingParams::default());
+        let (fleet, keeper, url) = (scene.keeper.fleet.clone(), scene.keeper.clone(), scene.url(0));
+        let hangs = scene.runtime.spawn(async move { fleet.generate(request, None).await });
+        asked.recv_timeout(LONG).expect("the engine is asked");
+        let drains = scene.runtime.spawn({
+            let (keeper, url) = (keeper.clone(), url.clone());
+            async move { keeper.let_go(&url, Duration::from_secs(1)).await }
+        });
+        while scene.ask(&Request::List).unwrap().iter().any(|row| row.phase == "serving") {
+            std::thread::yield_now();
+        }
+        let engine = Engine { address: scene.address(0), keys: false };
+        scene.runtime.block_on(async {
+            let mut comes = std::pin::pin!(keeper.take_in(&engine));
+            tokio::select! {
+                biased;
+                done = &mut comes => done.unwrap(),
+                () = tokio::task::yield_now() => {}
+            }
+            keeper.let_go(&url, LONG).await.unwrap();
+            comes.await.unwrap();
+        });
+        scene.runtime.block_on(drains).unwrap().unwrap();
+        assert!(scene.ask(&Request::List).unwrap().is_empty());
+        hangs.abort();
     }
 
     #[test]
@@ -422,6 +482,9 @@ mod tests {
         let gone = ask(&Request::List).unwrap_err();
         assert!(matches!(gone, Error::NoRunAt { .. }), "{gone}");
         let open = listens(None);
+        let with_keys = Request::Add { address: scene.address(0), keys: true };
+        let refused = ask_at(&format!("http://{}", open.addr()), None, &with_keys, LONG).unwrap_err();
+        assert!(chain_text(&refused).contains("fleet.sock"), "{}", chain_text(&refused));
         assert_eq!(ask_at(&format!("http://{}", open.addr()), None, &Request::List, LONG).unwrap().len(), 1);
         let body = serde_json::to_vec(&Request::Remove { address: scene.url(1) }).unwrap();
         let mut page = std::net::TcpStream::connect(open.addr()).unwrap();

@@ -21,9 +21,14 @@ const BODY_BYTES_MAX: usize = 64 << 10;
 /// Its threads; what it does is done on the run's own.
 const THREADS: Threads = Threads { io: 1, blocking: 1 };
 
-/// Who changes the engines, and the run's threads: what is begun for an engine outlives this server.
+/// What the server is about.
 #[derive(Clone)]
-struct Run(Arc<Keeper>, Handle);
+struct Run {
+    keeper: Arc<Keeper>,
+    /// The run's threads: what is begun for an engine outlives this server.
+    threads: Handle,
+    asks_for_token: bool,
+}
 
 /// Serves `GET /fleet` and `POST /fleet` until it is dropped.
 ///
@@ -32,9 +37,10 @@ struct Run(Arc<Keeper>, Handle);
 pub(super) fn serve(runtime: &Runtime, listen: &Listen, keeper: Arc<Keeper>) -> Result<Server> {
     listen.check()?;
     let token = Token::new(listen.token.clone());
+    let (threads, asks_for_token) = (runtime.handle().clone(), listen.token.is_some());
     let router = Router::new()
         .route(PATH, get(list).post(change))
-        .with_state(Run(keeper, runtime.handle().clone()))
+        .with_state(Run { keeper, threads, asks_for_token })
         .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX));
     let serving = |listener, _: &Handle| Ok(serve_http(listener, Limits::default(), router));
@@ -51,6 +57,11 @@ async fn change(State(run): State<Run>, headers: HeaderMap, body: Bytes) -> Resp
         return refuse(StatusCode::FORBIDDEN, "forbidden", "a page in a browser changes no engines");
     }
     match serde_json::from_slice(&body) {
+        // Anybody on this host could have them sent to an address of their own.
+        Ok(Request::Add { keys: true, .. }) if !run.asks_for_token => {
+            let why = "the run's keys are given where a token is asked for, or through fleet.sock";
+            refuse(StatusCode::FORBIDDEN, "forbidden", why)
+        }
         Ok(request) => run.answer(request).await,
         Err(error) => refuse(StatusCode::BAD_REQUEST, "bad_request", format!("no request: {error}")),
     }
@@ -59,8 +70,8 @@ async fn change(State(run): State<Run>, headers: HeaderMap, body: Bytes) -> Resp
 impl Run {
     /// It is carried out to its end even if whoever asked hangs up.
     async fn answer(self, request: Request) -> Response {
-        let Run(keeper, run) = self;
-        match run.spawn(async move { keeper.answer(request).await }).await {
+        let Run { keeper, threads, .. } = self;
+        match threads.spawn(async move { keeper.answer(request).await }).await {
             Ok(answer @ Answer::Refused { .. }) => (StatusCode::CONFLICT, Json(answer)).into_response(),
             Ok(answer) => Json(answer).into_response(),
             Err(error) => {

@@ -4,6 +4,7 @@
 //! them. A name without any address changes nothing, as name servers fail too.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -59,7 +60,7 @@ impl Name {
         let found =
             found.map_err(|_| format!("no answer within {LOOKUP:?}"))?.map_err(|error| error.to_string())?;
         let engines: BTreeSet<_> =
-            found.take(ADDRESSES_MAX).map(|address| format!("{}http://{address}", self.kind)).collect();
+            taken(found.collect()).map(|address| format!("{}http://{address}", self.kind)).collect();
         if engines.is_empty() { Err("it has no address".to_owned()) } else { Ok(engines) }
     }
 
@@ -108,6 +109,17 @@ impl Name {
     }
 }
 
+/// The addresses that stand for an engine each: one may have both an IPv4 and an IPv6 address, and those of a link alone have
+/// no URL.
+fn taken(found: Vec<SocketAddr>) -> impl Iterator<Item = SocketAddr> {
+    let is_v4 = found.iter().any(SocketAddr::is_ipv4);
+    let is_taken = move |address: &SocketAddr| match address {
+        SocketAddr::V4(_) => true,
+        SocketAddr::V6(address) => !is_v4 && address.scope_id() == 0,
+    };
+    found.into_iter().filter(is_taken).take(ADDRESSES_MAX)
+}
+
 /// What was added later gets no key unless a user says so, and a name server is no user.
 fn engine(address: String) -> Engine {
     Engine { address, keys: false }
@@ -138,6 +150,16 @@ impl Known {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn engine_with_addresses_of_both_kinds_is_one() {
+        let taken = |found: &[&str]| {
+            let found = found.iter().map(|address| address.parse().unwrap()).collect();
+            taken(found).map(|address| address.to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(taken(&["[fd00::1]:1", "10.0.0.1:1", "[fd00::2]:1"]), ["10.0.0.1:1"]);
+        assert_eq!(taken(&["[fd00::1]:1", "[fe80::1%2]:1"]), ["[fd00::1]:1"]);
+    }
 
     #[test]
     fn name_is_one_with_a_port_and_no_certificate() {

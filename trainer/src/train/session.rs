@@ -320,6 +320,7 @@ impl<'o> Session<'o> {
             keys: options.keys.clone(),
             save: options.save.clone(),
             changes: self.changes.clone().into(),
+            coming: Default::default(),
             pushes: self.pusher.is_some(),
         });
         self.watch = watched::watch(&self.runtime, options, self.named.clone(), keeper.clone())?;
