@@ -382,7 +382,7 @@ mod tests {
         asked.recv_timeout(LONG).expect("the engine is asked");
         let drains = scene.runtime.spawn({
             let (keeper, url) = (keeper.clone(), url.clone());
-            async move { keeper.let_go(&url, Duration::from_secs(1)).await }
+            async move { keeper.let_go(&url, 10 * LONG).await }
         });
         while scene.ask(&Request::List).unwrap().iter().any(|row| row.phase == "serving") {
             std::thread::yield_now();
@@ -392,10 +392,10 @@ mod tests {
             let mut comes = std::pin::pin!(keeper.take_in(&engine));
             tokio::select! {
                 biased;
-                done = &mut comes => done.unwrap(),
+                done = &mut comes => panic!("it still drains: {done:?}"),
                 () = tokio::task::yield_now() => {}
             }
-            keeper.let_go(&url, LONG).await.unwrap();
+            keeper.let_go(&url, Duration::ZERO).await.unwrap();
             comes.await.unwrap();
         });
         scene.runtime.block_on(drains).unwrap().unwrap();
