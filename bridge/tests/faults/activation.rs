@@ -365,6 +365,20 @@ fn pause_that_comes_behind_its_continue_is_ended() {
 }
 
 #[test]
+fn pause_that_hangs_is_remembered_over_a_failure_of_another_kind() {
+    let client = short(|calls| &mut calls.control);
+    let mut scene = Scene::with(DiskOptions::default().with_client(client));
+    scene.activator.serving().unwrap();
+    scene.engine.fault("POST /pause_generation", Fault::Hang);
+    assert!(matches!(scene.fails(), Error::Deadline { .. }));
+    scene.engine.fault("POST /pause_generation", Fault::Answer(500, "no".into()));
+    assert!(matches!(scene.fails(), Error::Status { .. }));
+    scene.engine.engine().set_paused(true);
+    scene.activator.serving().unwrap();
+    assert!(!scene.engine.engine().is_paused() && !scene.activator.is_paused());
+}
+
+#[test]
 fn a_checkpoint_that_would_end_the_engine_is_not_posted() {
     let mut scene = Scene::new();
     // Shapes of another model under the config of this one.

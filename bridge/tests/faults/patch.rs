@@ -378,6 +378,29 @@ fn a_running_engine_that_does_not_answer_is_left_as_it_is() {
 }
 
 #[test]
+fn pause_of_somebody_else_stays_once_a_patch_has_passed() {
+    let mut scene = Scene::with(PauseMode::InPlace, |_| {});
+    let (told, came) = std::sync::mpsc::channel();
+    scene.engine.fault("POST /pause_generation", Fault::HangTold(told));
+    let stop = Stop::new();
+    let limit = Limit::new(Duration::from_secs(600), stop.clone());
+    let stopper = std::thread::spawn(move || {
+        let came = came.recv_timeout(Duration::from_secs(60));
+        stop.stop();
+        came.unwrap();
+    });
+    let error = scene.activate_within(&limit).unwrap_err();
+    stopper.join().unwrap();
+    assert!(matches!(error, Error::GivenUp { .. }), "{error}");
+    scene.hands_on(started());
+    scene.answers(Fault::Patched);
+    scene.activate().unwrap();
+    scene.engine.engine().set_paused(true);
+    scene.activator.serving().unwrap();
+    assert!(scene.engine.engine().is_paused() && scene.activator.is_paused());
+}
+
+#[test]
 fn idle_engine_that_generates_nothing_sound_is_fenced() {
     let mut scene = Scene::with(PauseMode::InPlace, |_| {});
     scene.hands_on(started());
