@@ -177,27 +177,38 @@ fn add_target(arch: Arch) -> Result<()> {
 
 /// Packs the crates as a publication would, and sends none. `cargo publish --workspace` is what sends them.
 fn crates(out: &Path) -> Result<()> {
-    let publish = ["publish", "--workspace", "--dry-run", "--no-verify", "--locked", "--quiet"];
-    // Cargo keeps what a dry run packs there, and removes none.
-    let packed = target_dir().join("package/tmp-crate");
-    if packed.exists() {
-        fs::remove_dir_all(&packed).map_err(Error::io(&packed))?;
-    }
-    let mut cargo = Command::new("cargo");
-    process::run(cargo.args(publish).arg("--target-dir").arg(target_dir()).current_dir(workspace()))?;
     let dir = out.join("crates");
     fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
-    for file in files(&packed)? {
-        let ends = format!("-{VERSION}.crate");
-        if file.to_string_lossy().ends_with(&ends) {
-            copy(&packed.join(&file), &dir.join(&file))?;
-        }
+    let copied = |file: PathBuf| copy(&file, &dir.join(file.file_name().unwrap_or_default()));
+    pack(&target_dir(), &["--locked", "--quiet"], process::run)?.into_iter().try_for_each(copied)
+}
+
+/// Has `run` pack what would be published into this target directory, sends nothing, and returns a file of each crate.
+pub(crate) fn pack(
+    target: &Path,
+    more: &[&str],
+    run: impl FnOnce(&mut Command) -> Result<()>,
+) -> Result<Vec<PathBuf>> {
+    // Cargo keeps what a dry run packs there, and removes none.
+    let dir = target.join("package/tmp-crate");
+    if dir.exists() {
+        fs::remove_dir_all(&dir).map_err(Error::io(&dir))?;
     }
-    match files(&dir)?.is_empty() {
-        true => {
-            Err(Error::check("cargo publish --dry-run", format!("crates in {}", packed.display()), "none"))
+    let mut cargo = Command::new("cargo");
+    cargo.args(["publish", "--workspace", "--dry-run", "--no-verify"]).args(more);
+    run(cargo.arg("--target-dir").arg(target).current_dir(workspace()))?;
+    let mut metadata = Command::new("cargo");
+    metadata.args(["metadata", "--format-version", "1", "--no-deps"]).current_dir(workspace());
+    let metadata = process::json(&mut metadata)?;
+    let published = metadata["packages"].as_array().into_iter().flatten();
+    let names =
+        published.filter(|package| package["publish"] != json!([])).filter_map(|p| p["name"].as_str());
+    let all: Vec<_> = names.map(|name| dir.join(format!("{name}-{VERSION}.crate"))).collect();
+    match all.iter().find(|file| !file.is_file()) {
+        Some(missing) => {
+            Err(Error::check("cargo publish --dry-run", missing.display().to_string(), "no such file"))
         }
-        false => Ok(()),
+        None => Ok(all),
     }
 }
 

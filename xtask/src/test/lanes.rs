@@ -4,7 +4,7 @@ use super::programs::ALL;
 use super::{Context, Lane, Tests, cargo_test};
 use crate::error::{Error, Result};
 use crate::need::Need;
-use crate::{floors, foreign, pages, process, python, rewards, sglang, smollm2, stores, style, ucx};
+use crate::{floors, foreign, pages, process, python, release, rewards, sglang, smollm2, stores, style, ucx};
 use std::process::Command;
 
 /// In an order that fits: what tells most comes first, and what takes long begins early.
@@ -370,8 +370,7 @@ fn doc(context: &Context) -> Result<()> {
 fn packages(context: &Context) -> Result<()> {
     // Into a directory of its own, so that nothing there looks like a crate of the workspace.
     let target = context.root.join("target/lanes/packages");
-    let publish = ["publish", "--workspace", "--dry-run", "--no-verify", "--allow-dirty"];
-    context.logged(Command::new("cargo").args(publish).env("CARGO_TARGET_DIR", target))
+    release::pack(&target, &["--allow-dirty"], |cargo| context.logged(cargo)).map(drop)
 }
 
 fn torch(context: &Context) -> Result<()> {
