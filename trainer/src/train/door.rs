@@ -254,14 +254,18 @@ mod tests {
     use std::os::unix::net::UnixStream as Plain;
 
     use driftless_bridge::fleet::FleetOptions;
-    use driftless_bridge::{Expected, GenerateRequest, Rid, SamplingParams};
+    use driftless_bridge::{Expected, GenerateRequest, Generation, Rid, SamplingParams};
     use driftless_testkit::sglang::{Fake, checkpoint, patient};
+
+    use tokio::task::JoinHandle;
 
     use super::*;
     use crate::door::{EngineRow, Listen, ask, ask_at};
     use crate::train::listen;
 
     const LONG: Duration = Duration::from_secs(60);
+
+    type Answers = JoinHandle<driftless_bridge::Result<Generation>>;
 
     /// A run's directory, its engine, another engine, and the open door.
     struct Scene {
@@ -293,6 +297,21 @@ mod tests {
 
         fn url(&self, at: usize) -> String {
             format!("http://{}", self.fakes[at].address)
+        }
+
+        /// A request that the first engine does not answer, and that engine's drain, which has begun. On a busy machine it
+        /// may have ended by its deadline.
+        fn drains(&self, deadline: Duration) -> (Answers, JoinHandle<Result<()>>) {
+            let asked = self.fakes[0].hang("POST /generate");
+            let request = GenerateRequest::new(Rid::new(1, 2), vec![1], SamplingParams::default());
+            let (fleet, keeper, url) = (self.keeper.fleet.clone(), self.keeper.clone(), self.url(0));
+            let answer = self.runtime.spawn(async move { fleet.generate(request, None).await });
+            asked.recv_timeout(LONG).expect("the engine is asked");
+            let drains = self.runtime.spawn(async move { keeper.let_go(&url, deadline).await });
+            while self.ask(&Request::List).unwrap().iter().any(|row| row.phase == "serving") {
+                std::thread::yield_now();
+            }
+            (answer, drains)
         }
 
         fn file(&self) -> serde_json::Value {
@@ -375,18 +394,8 @@ mod tests {
     #[test]
     fn engine_that_is_let_go_while_it_waits_to_come_back_stays_away() {
         let scene = Scene::new(false);
-        let asked = scene.fakes[0].hang("POST /generate");
-        let request = GenerateRequest::new(Rid::new(1, 2), vec![1], SamplingParams::default());
-        let (fleet, keeper, url) = (scene.keeper.fleet.clone(), scene.keeper.clone(), scene.url(0));
-        let hangs = scene.runtime.spawn(async move { fleet.generate(request, None).await });
-        asked.recv_timeout(LONG).expect("the engine is asked");
-        let drains = scene.runtime.spawn({
-            let (keeper, url) = (keeper.clone(), url.clone());
-            async move { keeper.let_go(&url, 10 * LONG).await }
-        });
-        while scene.ask(&Request::List).unwrap().iter().any(|row| row.phase == "serving") {
-            std::thread::yield_now();
-        }
+        let (hangs, drains) = scene.drains(10 * LONG);
+        let (keeper, url) = (scene.keeper.clone(), scene.url(0));
         let engine = Engine { address: scene.address(0), keys: false };
         scene.runtime.block_on(async {
             let mut comes = std::pin::pin!(keeper.take_in(&engine));
@@ -406,16 +415,7 @@ mod tests {
     #[test]
     fn engine_named_again_while_it_drains_comes_back() {
         let scene = Scene::new(false);
-        let asked = scene.fakes[0].hang("POST /generate");
-        let request = GenerateRequest::new(Rid::new(1, 2), vec![1], SamplingParams::default());
-        let (fleet, keeper, url) = (scene.keeper.fleet.clone(), scene.keeper.clone(), scene.url(0));
-        let answer = scene.runtime.spawn(async move { fleet.generate(request, None).await });
-        asked.recv_timeout(LONG).expect("the engine is asked");
-        let drained = scene.runtime.spawn(async move { keeper.let_go(&url, Duration::from_secs(1)).await });
-        // On a busy machine it may have gone by then.
-        while scene.ask(&Request::List).unwrap().iter().any(|row| row.phase == "serving") {
-            std::thread::yield_now();
-        }
+        let (answer, drained) = scene.drains(Duration::from_secs(1));
         let engine = Engine { address: scene.address(0), keys: false };
         scene.runtime.block_on(scene.keeper.take_in(&engine)).unwrap();
         scene.runtime.block_on(drained).unwrap().unwrap();
