@@ -285,3 +285,18 @@ impl File {
         let _ = writeln!(self.0, "{key} = {}", value.into());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn comment_is_one_line_that_no_terminal_obeys() {
+        let mut file = File(String::new());
+        file.say("release 1.0\r\n\u{1b}[2Jstore = 'theirs'");
+        file.set("store", "ours");
+        let table: toml::Table = file.0.parse().expect("TOML");
+        assert_eq!((table.len(), table["store"].as_str()), (1, Some("ours")));
+        assert!(file.0.chars().all(|letter| letter == '\n' || !letter.is_control()), "{:?}", file.0);
+    }
+}
