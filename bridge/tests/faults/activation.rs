@@ -365,7 +365,7 @@ fn pause_that_comes_behind_its_continue_is_ended() {
 }
 
 #[test]
-fn pause_that_hangs_is_remembered_over_a_failure_of_another_kind() {
+fn pause_that_hangs_is_remembered_over_another_failure() {
     let client = short(|calls| &mut calls.control);
     let mut scene = Scene::with(DiskOptions::default().with_client(client));
     scene.activator.serving().unwrap();
