@@ -152,15 +152,15 @@ impl Running {
         assert!(self.1.await.unwrap_err().is_cancelled());
     }
 
-    /// Ends it, and closes the log once the tasks that were aborted let go of it.
+    /// Ends it, waits until the tasks that were aborted let go of the log, and closes it here.
     async fn close(self) {
-        let log = Arc::downgrade(&self.0);
         self.1.abort();
         assert!(self.1.await.unwrap_err().is_cancelled());
-        drop(self.0);
-        while log.strong_count() > 0 {
+        // Where the last owner is another thread, it may still be closing the log when no owner is left.
+        while Arc::strong_count(&self.0) > 1 {
             tokio::task::yield_now().await;
         }
+        drop(self.0);
     }
 }
 
