@@ -6,9 +6,9 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
-use super::Rollouts;
 use super::pieces::Chunk;
 use super::record::{Answered, Times};
+use super::{Rollouts, blocking};
 use crate::error::{Error, Result};
 
 /// Answers and pieces that wait to be written, and that share a sync.
@@ -59,7 +59,7 @@ impl Keeper {
 async fn keep(rollouts: Arc<Rollouts>, mut queue: mpsc::Receiver<Item>) -> Result<()> {
     let mut together = Vec::new();
     while queue.recv_many(&mut together, TOGETHER_MAX).await > 0 {
-        tokio::task::block_in_place(|| append(&rollouts, &together))?;
+        blocking(|| append(&rollouts, &together))?;
         for item in together.drain(..) {
             if let Item::Answer { durable, .. } = item {
                 // A group that was given up meanwhile does not wait for it any more.

@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 
 use super::group::{answer, check_count, rewards};
 use super::record::{Answered, EvaluationNote, append_answers};
-use super::{Policy, Progress, Queue, RolloutOptions, Rollouts, finished};
+use super::{Policy, Progress, Queue, RolloutOptions, Rollouts, blocking, finished};
 use crate::error::{Error, Result};
 use crate::metrics::{EvalMetrics, SetMetrics, is_verdict, unix_us};
 use crate::options::Mode;
@@ -163,7 +163,7 @@ impl Rollouts {
             Arc::new(Answered { answer: answer.sample, parts, scalars, times, beside: beside.clone() })
         });
         let logged: Vec<_> = logged.collect();
-        tokio::task::block_in_place(|| append_answers(&self.log, &logged))?;
+        blocking(|| append_answers(&self.log, &logged))?;
         Ok(Asked {
             rewards,
             tokens: answers.iter().map(|answer| answer.response_length).sum(),

@@ -31,6 +31,7 @@ use derive_setters::Setters;
 use driftless_bridge::{Label, Rid, SamplingParams};
 use driftless_buffer as buffer;
 use driftless_store::chain_text;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 
 use crate::error::{Error, Result};
@@ -124,7 +125,7 @@ impl Rollouts {
         let (keeper, mut keeping) = Keeper::start(self.clone());
         loop {
             running.stop(&self.queue.stopped());
-            let (whole, begun) = self.begin(self.queue.start(Instant::now())).await?;
+            let (whole, begun) = self.begin(self.queue.start(now())).await?;
             for begun in begun {
                 running.spawn(begun.number, self.clone().group(begun, keeper.clone()));
             }
@@ -145,7 +146,7 @@ impl Rollouts {
                 arrived.extend(self.reap(&mut running, next)?);
             }
             let arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
-            tokio::task::block_in_place(|| self.append(&arrived))?;
+            blocking(|| self.append(&arrived))?;
             for group in arrived {
                 self.end(group, returned.row.len())?;
             }
@@ -158,7 +159,7 @@ impl Rollouts {
         let number = running.groups.remove(&id).map(|(number, _)| number);
         match (joined, number) {
             (Err(error), Some(number)) if error.is_cancelled() => {
-                self.queue.end(Seen::Returned(number), Dropped::default(), Instant::now());
+                self.queue.end(Seen::Returned(number), Dropped::default(), now());
                 Ok(None)
             }
             (joined, _) => finished(joined.map(|(_, group)| group)).map(Some),
@@ -172,14 +173,14 @@ impl Rollouts {
         let mut dropped = Dropped::default();
         let last = match outcome {
             Outcome::Kept(_) => {
-                self.queue.end(Seen::Accepted(number), dropped, Instant::now());
+                self.queue.end(Seen::Accepted(number), dropped, now());
                 self.tell_progress();
                 return Ok(());
             }
             Outcome::Returned(error) if row >= RETURNED_MAX => return Err(error),
             Outcome::Returned(error) => {
                 tracing::warn!(%prompt, %error, "group is tried again");
-                self.queue.end(Seen::Returned(number), dropped, Instant::now());
+                self.queue.end(Seen::Returned(number), dropped, now());
                 return Ok(());
             }
             Outcome::Failed(error) => {
@@ -192,7 +193,7 @@ impl Rollouts {
             }
         };
         tracing::warn!(%prompt, "group left out: {last}");
-        let since = self.queue.end(Seen::LeftOut(number), dropped, Instant::now());
+        let since = self.queue.end(Seen::LeftOut(number), dropped, now());
         self.check(since, last)
     }
 
@@ -232,11 +233,11 @@ impl Rollouts {
         let (fresh, known): (Vec<_>, Vec<_>) = prompts.into_iter().partition(|(is_new, _)| *is_new);
         let fresh: Vec<Begun> = fresh.into_iter().map(|(_, begun)| begun).collect();
         if !fresh.is_empty() {
-            tokio::task::block_in_place(|| self.append_begun(&fresh))?;
+            blocking(|| self.append_begun(&fresh))?;
         }
         let (mut whole, mut begun) = (Vec::new(), Vec::new());
         let numbers: Vec<u64> = known.iter().map(|(_, known)| known.number).collect();
-        let mut pieces = tokio::task::block_in_place(|| pieces::read(&self.log.reader(), &numbers))?;
+        let mut pieces = blocking(|| pieces::read(&self.log.reader(), &numbers))?;
         for (_, mut known) in known {
             self.check_prompt(&known)?;
             let answers = answers_of(known.number, self.options.n_samples_per_prompt)?;
@@ -303,10 +304,12 @@ impl Running {
         self.groups.insert(handle.id(), (number, handle));
     }
 
-    /// Stops the tasks of these groups, which then come as cancelled, or finished just before.
+    /// Stops the tasks of these groups in the order of their numbers. They then come as cancelled, or finished just before.
     fn stop(&self, numbers: &[u64]) {
         let stopped = self.groups.values().filter(|(number, _)| numbers.contains(number));
-        stopped.for_each(|(_, handle)| handle.abort());
+        let stopped: BTreeMap<u64, &AbortHandle> =
+            stopped.map(|(number, handle)| (*number, handle)).collect();
+        stopped.values().for_each(|handle| handle.abort());
     }
 }
 
@@ -357,6 +360,19 @@ pub(crate) fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T
         Ok(panic) => std::panic::resume_unwind(panic),
         Err(_) => Error::Cancelled,
     })
+}
+
+/// Does what waits for a disk. Where the runtime has other threads, they go on meanwhile.
+fn blocking<T>(work: impl FnOnce() -> T) -> T {
+    match Handle::current().runtime_flavor() {
+        RuntimeFlavor::CurrentThread => work(),
+        _ => tokio::task::block_in_place(work),
+    }
+}
+
+/// The time by the runtime's clock.
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
 }
 
 /// The seed of a sample is the same whenever the sample is asked for: one that a crash lost comes back as it was.

@@ -10,8 +10,8 @@ use driftless_buffer::{PromptState, Reader};
 use tokio::sync::Notify;
 
 use super::fates::{Fates, TOO_OLD};
-use super::parts;
 use super::record::PromptNote;
+use super::{now, parts};
 use crate::goodput::Kept;
 use crate::options::Mode;
 use crate::schedule::{Policy, Schedule, Seen, Start};
@@ -171,7 +171,7 @@ impl Queue {
             state.fates.take(*group, too_old.get(at).copied().unwrap_or_default());
         }
         state.schedule.see(Seen::Taken { step, groups });
-        state.turn(Instant::now());
+        state.turn(now());
         self.for_generation.notify_one();
         std::mem::take(&mut state.since)
     }

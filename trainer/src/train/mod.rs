@@ -11,6 +11,8 @@ mod record;
 pub mod replay;
 mod resolved;
 mod session;
+#[cfg(test)]
+mod simulated;
 mod take;
 mod update;
 mod versions;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use driftless_buffer::{Group, Reader, Record};
+use driftless_buffer::{Group, Log, Reader, Record};
 
 use super::session::Session;
 use super::update::milliseconds;
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::learner::Sample;
 use crate::ledger;
 use crate::metrics::StepMetrics;
-use crate::rollout::{self, PromptNote};
+use crate::rollout::{self, PromptNote, Queue};
 
 /// How far the weights that learn are ahead of those that generated.
 #[derive(Debug, Default)]
@@ -40,7 +40,7 @@ impl Ages {
     }
 
     /// The share of a group's response tokens that are not trained on because of their age.
-    fn stale_share(&self, group: &Group) -> f64 {
+    pub(super) fn stale_share(&self, group: &Group) -> f64 {
         let stale: usize = group.records.iter().map(|record| self.stale(record)).sum();
         let all: usize = group.records.iter().map(|record| record.response().len()).sum();
         stale as f64 / all.max(1) as f64
@@ -76,19 +76,8 @@ impl Session<'_> {
             let numbers = self.wait_for_groups(step)?;
             let groups = groups(&self.log.reader(), step, &numbers, self.options.n_samples_per_prompt)?;
             let ages = self.ages(step, &groups);
-            let queue = self.queue()?.clone();
-            let stale: Vec<u64> = if queue.has_taken(step) {
-                Vec::new()
-            } else {
-                groups.iter().filter(|group| ages.is_stale(group)).map(|group| group.group_id).collect()
-            };
-            if stale.is_empty() {
+            if !leave_out_stale(self.queue()?, &self.log, step, &groups, &ages)? {
                 break (numbers, groups, ages);
-            }
-            for group in stale {
-                tracing::warn!(step, group, "group left out: all of its tokens are too old");
-                rollout::leave_out(&self.log, group, "all of its tokens are too old")?;
-                queue.leave_out(group);
             }
         };
         let samples = groups.iter().flat_map(|group| &group.records).map(ledger::digest).collect();
@@ -169,6 +158,24 @@ impl Session<'_> {
             }
         })
     }
+}
+
+/// Leaves out those of the groups that `step` is to take of which all is too old, and says whether there were any.
+pub(super) fn leave_out_stale(
+    queue: &Queue,
+    log: &Log,
+    step: u64,
+    groups: &[Group],
+    ages: &Ages,
+) -> Result<bool> {
+    let stale = groups.iter().filter(|group| !queue.has_taken(step) && ages.is_stale(group));
+    let stale: Vec<u64> = stale.map(|group| group.group_id).collect();
+    for group in &stale {
+        tracing::warn!(step, group, "group left out: all of its tokens are too old");
+        rollout::leave_out(log, *group, "all of its tokens are too old")?;
+        queue.leave_out(*group);
+    }
+    Ok(!stale.is_empty())
 }
 
 /// The groups of these numbers, of so many answers each, that `step` learns from.
