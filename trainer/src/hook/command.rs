@@ -7,8 +7,9 @@ use std::sync::Arc;
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout};
-use tokio::sync::{Mutex, Semaphore};
+use tokio::sync::{Mutex, MutexGuard, Semaphore};
 
+use super::many::{Announced, Many, PROTOCOL, Talk};
 use super::{ANSWER_BYTES_MAX, Head, HookOptions, shown};
 use crate::error::plain;
 use crate::service::Silent;
@@ -36,7 +37,21 @@ pub(super) struct Pool {
 #[derive(Debug, Default)]
 struct Place {
     process: Option<Process>,
+    /// A process that has many answers open.
+    many: Option<Many>,
     notes: Notes,
+}
+
+/// What a question has led to.
+enum Begun {
+    Answer(Vec<u8>),
+    Talk(Talk),
+}
+
+/// What a process wrote first.
+enum Said {
+    Answer(Vec<u8>),
+    Announced(Announced),
 }
 
 impl Pool {
@@ -46,57 +61,131 @@ impl Pool {
         Pool { flag, options: options.clone(), free: Semaphore::new(processes), places }
     }
 
-    /// The line that answers `line`, which has this `id`. Where the asking task is stopped, the process gives its answer
-    /// all the same, and then takes the next question: it may have loaded a model for minutes.
-    pub(super) async fn ask(self: &Arc<Self>, id: u64, mut line: Vec<u8>) -> Result<Vec<u8>, Silent> {
+    /// The line that answers `line`, which has this `id`, and what it belongs to where the process can be told more.
+    pub(super) async fn ask(
+        self: &Arc<Self>,
+        id: u64,
+        mut line: Vec<u8>,
+    ) -> Result<(Vec<u8>, Option<Talk>), Silent> {
         line.push(b'\n');
+        let (line, mut found) = (Arc::new(line), String::new());
+        for _ in 0..ATTEMPTS {
+            match self.ask_once(id, line.clone()).await {
+                Ok(answer) => return Ok(answer),
+                // A new one may do better.
+                Err(Broken::Ended(how)) => found = how,
+                Err(Broken::Silent(silent)) => return Err(silent),
+            }
+        }
+        Err(Broken::Ended(found).silent())
+    }
+
+    /// Where the asking task is stopped, a process with one question gives its answer all the same, and then takes the
+    /// next: it may have loaded a model for minutes.
+    async fn ask_once(
+        self: &Arc<Self>,
+        id: u64,
+        line: Arc<Vec<u8>>,
+    ) -> Result<(Vec<u8>, Option<Talk>), Broken> {
         let pool = self.clone();
-        let asked = tokio::spawn(async move { pool.ask_one(id, &line).await });
-        match asked.await.map_err(tokio::task::JoinError::try_into_panic) {
-            Ok(answer) => answer,
+        let asked = tokio::spawn(async move { pool.begin(id, &line).await });
+        let begun = match asked.await.map_err(tokio::task::JoinError::try_into_panic) {
+            Ok(begun) => begun?,
             Err(Ok(panic)) => std::panic::resume_unwind(panic),
-            Err(Err(_)) => Err(Silent::new("the end of the program that asks")),
+            Err(Err(_)) => return Err(Broken::Silent(Silent::new("the end of the program that asks"))),
+        };
+        match begun {
+            Begun::Answer(answer) => Ok((answer, None)),
+            Begun::Talk(mut talk) => Ok((talk.next().await?, Some(talk))),
         }
     }
 
-    async fn ask_one(&self, id: u64, line: &[u8]) -> Result<Vec<u8>, Silent> {
-        let gone = || Silent::new("the end of its processes");
+    async fn begin(&self, id: u64, line: &[u8]) -> Result<Begun, Broken> {
+        let gone = || Broken::Silent(Silent::new("the end of its processes"));
         let _permit = self.free.acquire().await.map_err(|_| gone())?;
-        let mut place = self.places.iter().find_map(|place| place.try_lock().ok()).ok_or_else(gone)?;
-        let mut found = String::new();
-        for _ in 0..ATTEMPTS {
-            let mut running = match place.process.take() {
-                Some(running) => running,
-                None => Process::start(self.flag, &self.options.at, &place.notes)
-                    .map_err(|error| Silent::new(format_args!("that it does not start: {error}")))?,
-            };
-            match tokio::time::timeout(self.options.deadline, running.ask(id, line)).await {
-                Ok(Ok(answer)) => {
-                    place.process = Some(running);
-                    return Ok(answer);
-                }
-                // It ended: a new one may do better.
-                Ok(Err(Broken::Ended(how))) => found = how,
-                Ok(Err(Broken::Nonsense(said))) => return Err(Silent::new(said)),
-                Err(_) => return Err(Silent::late(self.options.deadline)),
+        let mut place = self.idlest().ok_or_else(gone)?;
+        if let Some(many) = &place.many {
+            if let Some(talk) = many.begin(id, line).await {
+                return Ok(Begun::Talk(talk));
             }
+            place.many = None;
         }
-        Err(Silent::new(format_args!("its end, {ATTEMPTS} times: {found}")))
+        let mut running = match place.process.take() {
+            Some(running) => running,
+            None => Process::start(self.flag, &self.options.at, &place.notes).map_err(|error| {
+                Broken::Silent(Silent::new(format_args!("that it does not start: {error}")))
+            })?,
+        };
+        let deadline = self.options.deadline;
+        let late = |_| Broken::Silent(Silent::late(deadline));
+        match tokio::time::timeout(deadline, running.ask(id, line)).await.map_err(late)?? {
+            Said::Answer(answer) => {
+                place.process = Some(running);
+                Ok(Begun::Answer(answer))
+            }
+            Said::Announced(Announced { protocol: PROTOCOL, open: open @ 1.. }) => {
+                let many = Many::new(self.flag, deadline, running, open, id);
+                let (many, talk) = many.ok_or_else(gone)?;
+                place.many = Some(many);
+                Ok(Begun::Talk(talk))
+            }
+            Said::Announced(other) => Err(Broken::nonsense(format_args!(
+                "protocol {} with {} open answers, not protocol {PROTOCOL} with at least 1",
+                other.protocol, other.open
+            ))),
+        }
+    }
+
+    /// Of the places that nobody asks at, the one with the fewest open answers.
+    fn idlest(&self) -> Option<MutexGuard<'_, Place>> {
+        let open = |place: &MutexGuard<'_, Place>| place.many.as_ref().map_or(0, Many::open);
+        self.places.iter().filter_map(|place| place.try_lock().ok()).min_by_key(open)
     }
 }
 
 /// Why a process is not asked again.
-enum Broken {
+#[derive(Debug)]
+pub(super) enum Broken {
+    /// It ended: another may do better.
     Ended(String),
-    Nonsense(String),
+    Silent(Silent),
+}
+
+impl Broken {
+    fn nonsense(said: impl std::fmt::Display) -> Self {
+        Broken::Silent(Silent::new(said))
+    }
+
+    /// What is said of a question that was asked as often as it may be.
+    pub(super) fn silent(self) -> Silent {
+        match self {
+            Broken::Ended(how) => Silent::new(format_args!("its end, {ATTEMPTS} times: {how}")),
+            Broken::Silent(silent) => silent,
+        }
+    }
+
+    /// The reason alone.
+    pub(super) fn why(self) -> String {
+        match self {
+            Broken::Ended(why) | Broken::Silent(Silent { found: why, .. }) => why,
+        }
+    }
+}
+
+/// Reads a line; whether it came whole.
+pub(super) async fn read_line(output: &mut BufReader<ChildStdout>, line: &mut Vec<u8>) -> bool {
+    let read = output.take(ANSWER_BYTES_MAX as u64).read_until(b'\n', line).await;
+    read.is_ok() && line.last() == Some(&b'\n')
 }
 
 /// One running process. Its whole group is killed when this is dropped.
 #[derive(Debug)]
-struct Process {
+pub(super) struct Process {
     child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
+    pub(super) input: ChildStdin,
+    pub(super) output: BufReader<ChildStdout>,
+    /// Whether its next line is its first.
+    is_new: bool,
 }
 
 impl Process {
@@ -110,10 +199,10 @@ impl Process {
             return Err(std::io::Error::other("it has no pipes"));
         };
         tokio::spawn(notes.clone().tell(flag, child.id().unwrap_or_default(), errors));
-        Ok(Process { child, input, output: BufReader::new(output) })
+        Ok(Process { child, input, output: BufReader::new(output), is_new: true })
     }
 
-    async fn ask(&mut self, id: u64, line: &[u8]) -> Result<Vec<u8>, Broken> {
+    async fn ask(&mut self, id: u64, line: &[u8]) -> Result<Said, Broken> {
         let mut answer = Vec::new();
         // A command may answer before it has read everything: both go on at once, so that neither side waits
         // for the other's pipe.
@@ -121,23 +210,23 @@ impl Process {
             self.input.write_all(line).await?;
             self.input.flush().await
         };
-        let read =
-            async { (&mut self.output).take(ANSWER_BYTES_MAX as u64).read_until(b'\n', &mut answer).await };
-        let (written, read) = tokio::join!(write, read);
-        if written.is_err() || read.is_err() || answer.last() != Some(&b'\n') {
+        let (written, read) = tokio::join!(write, read_line(&mut self.output, &mut answer));
+        if written.is_err() || !read {
             return Err(self.ended(&answer).await);
         }
+        let is_new = std::mem::take(&mut self.is_new);
         match serde_json::from_slice(&answer) {
-            Ok(Head { id: Some(said), .. }) if said == id => Ok(answer),
-            Ok(_) => Err(Broken::Nonsense(format!("{}, not a line with \"id\": {id}", shown(&answer)))),
-            Err(_) => Err(Broken::Nonsense(shown(&answer))),
+            Ok(Head { id: Some(said), .. }) if said == id => Ok(Said::Answer(answer)),
+            Ok(Head { id: None, announced: Some(announced), .. }) if is_new => Ok(Said::Announced(announced)),
+            Ok(_) => Err(Broken::nonsense(format_args!("{}, not a line with \"id\": {id}", shown(&answer)))),
+            Err(_) => Err(Broken::nonsense(shown(&answer))),
         }
     }
 
     /// How the process ended, or that its line was longer than an answer may be.
-    async fn ended(&mut self, answer: &[u8]) -> Broken {
+    pub(super) async fn ended(&mut self, answer: &[u8]) -> Broken {
         if answer.len() >= ANSWER_BYTES_MAX {
-            return Broken::Nonsense(format!("a line of more than {ANSWER_BYTES_MAX} bytes"));
+            return Broken::nonsense(format_args!("a line of more than {ANSWER_BYTES_MAX} bytes"));
         }
         self.kill();
         match self.child.wait().await {

@@ -2,12 +2,14 @@
 //!
 //! A question is one line of JSON, `{"id": 1, "hook": "rm", …}`, and so is its answer: `{"id": 1, …}`, or
 //! `{"id": 1, "error": "why"}`. A question holds all that its answer depends on. So any process of a command
-//! can answer it, and another one can where the first died. `docs/hooks.md` shows them all.
+//! can answer it, and another one can where the first died. A process may also announce that it has many answers open
+//! at once, and is then told what is new alone. `docs/hooks.md` shows them all.
 
 mod command;
 mod filters;
 mod generate;
 mod group;
+mod many;
 mod sample;
 
 use std::fmt;
@@ -20,7 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, short};
-use crate::service::{LOOK, Service};
+use crate::service::{LOOK, Service, Silent};
 
 pub use filters::{Filter, Filters};
 pub use group::Rm;
@@ -79,6 +81,8 @@ struct Head {
     /// A service may leave it out.
     id: Option<u64>,
     error: Option<String>,
+    /// Of the first line of a process with many answers open.
+    announced: Option<many::Announced>,
 }
 
 /// Why there is no answer.
@@ -116,19 +120,24 @@ impl Hook {
         question: &(impl Serialize + Sync),
         expected: &'static str,
     ) -> Result<A, Fault> {
-        let fault = |found: String, todo| Fault { todo, ..Fault::of(expected, found) };
+        Ok(self.begin(hook, question, expected).await?.0)
+    }
+
+    /// As [`Hook::ask`], with the answer itself where the process has it open and can be told more.
+    async fn begin<A: DeserializeOwned>(
+        &self,
+        hook: &'static str,
+        question: &(impl Serialize + Sync),
+        expected: &'static str,
+    ) -> Result<(A, Option<many::Talk>), Fault> {
         let id = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
-        let line = serde_json::to_vec(&Line { id, hook, question });
-        let line = line.map_err(|error| fault(format!("a question that is no JSON: {error}"), LOOK))?;
-        let answer = match &self.peer {
+        let line = line(&Line { id, hook, question }, expected)?;
+        let (answer, talk) = match &self.peer {
             Peer::Command(pool) => pool.ask(id, line).await,
-            Peer::Service(service) => service.ask(line).await,
-        };
-        let answer = answer.map_err(|silent| Fault { is_away: true, ..fault(silent.found, silent.todo) })?;
-        if let Ok(Head { error: Some(error), .. }) = serde_json::from_slice(&answer) {
-            return Err(fault(format!("its error: {}", short(&error)), LOOK));
+            Peer::Service(service) => service.ask(line).await.map(|answer| (answer, None)),
         }
-        serde_json::from_slice(&answer).map_err(|_| fault(shown(&answer), LOOK))
+        .map_err(|silent| Fault::away(expected, silent))?;
+        Ok((parsed(&answer, expected)?, talk))
     }
 
     /// A fault of an answer as this crate's error; `about` says what was asked about.
@@ -143,6 +152,25 @@ impl Fault {
     pub(crate) fn of(expected: impl fmt::Display, found: impl fmt::Display) -> Self {
         Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK, is_away: false }
     }
+
+    /// Nothing that could be an answer.
+    fn away(expected: &str, Silent { found, todo }: Silent) -> Self {
+        Fault { todo, is_away: true, ..Fault::of(expected, found) }
+    }
+}
+
+/// What is sent, as JSON.
+fn line(sent: &impl Serialize, expected: &'static str) -> Result<Vec<u8>, Fault> {
+    let line = serde_json::to_vec(sent);
+    line.map_err(|error| Fault::of(expected, format_args!("a question that is no JSON: {error}")))
+}
+
+/// What an answer says.
+fn parsed<A: DeserializeOwned>(answer: &[u8], expected: &'static str) -> Result<A, Fault> {
+    if let Ok(Head { error: Some(error), .. }) = serde_json::from_slice(answer) {
+        return Err(Fault::of(expected, format_args!("its error: {}", short(&error))));
+    }
+    serde_json::from_slice(answer).map_err(|_| Fault::of(expected, shown(answer)))
 }
 
 /// The start of an answer, and why it is no JSON if it is none.

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod many;
+
 use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, Meter, Tell, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
@@ -105,6 +107,23 @@ impl Engines for Echo {
     }
 }
 
+/// An answer that is not learned from.
+fn turn(sample: u64) -> Turn<'static> {
+    Turn {
+        engines: &Echo,
+        minimum: None,
+        sample,
+        group: sample,
+        rid: Rid::new(1, sample),
+        sampling: SamplingParams::default(),
+        max_context_len: None,
+        vocabulary: None,
+        evaluation: true,
+        meter: Meter::default(),
+        underway: None,
+    }
+}
+
 fn rollouts(dir: &Path, task: Task) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     let log = Log::open(dir.join("log"), Options::new(identity)).unwrap();
@@ -186,21 +205,8 @@ for line in sys.stdin:
     let options = HookOptions::new(script);
     let opened = Hook::open("--custom-generate-command", &options).unwrap();
     let task = Task { generate: Some(Arc::new(opened)), ..task(dir.path()) };
-    let turn = Turn {
-        engines: &Echo,
-        minimum: None,
-        sample: 7,
-        group: 7,
-        rid: Rid::new(1, 7),
-        sampling: SamplingParams::default(),
-        max_context_len: None,
-        vocabulary: None,
-        evaluation: true,
-        meter: Meter::default(),
-        underway: None,
-    };
     let prompt = task.source.prompt(0).await.unwrap();
-    let words = task.generate(&prompt, &turn).await.unwrap_err().to_string();
+    let words = task.generate(&prompt, &turn(7)).await.unwrap_err().to_string();
     assert!(words.contains("sample 7") && words.contains("at most 256 generations"), "{words}");
 }
 

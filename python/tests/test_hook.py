@@ -1,0 +1,268 @@
+"""Hooks as Python functions: the process that the loop starts, asked by pipes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+QUESTION = {"hook": "generate", "index": 3, "prompt": "6*7=", "input_ids": [1, 2], "label": "42", "metadata": {"level": 1}}
+QUESTION |= {"sampling_params": {"max_new_tokens": 9}, "evaluation": False, "generations": []}
+SAMPLE = {"index": 0, "prompt": "p", "response": "42", "label": "42", "metadata": None, "truncated": False}
+SAMPLE |= {"response_length": 1, "of_a_later_release": 1}
+
+
+class Process:
+    """A process of hooks; ``line`` gives what it says next."""
+
+    def __init__(self, file: Path, text: str) -> None:
+        file.write_text("import asyncio, os, sys\nfrom driftless_rl.hook import *\n" + text)
+        command = [sys.executable, "-m", "driftless_rl.hook", file, "argument"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def say(self, number: int, /, **said) -> None:
+        self.process.stdin.write(json.dumps({"id": number, **said}) + "\n")
+        self.process.stdin.flush()
+
+    def tell(self, number: int, turn: int, /, **said) -> None:
+        told = {"output_ids": [turn], "log_probs": [-1.0], "text": "41", "finish_reason": "stop", **said}
+        self.say(number, turn=turn, generation=told)
+
+    def line(self) -> dict:
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> str:
+        """Closes its input, and gives what it wrote on standard error."""
+        rest, errors = self.process.communicate(timeout=60)
+        assert rest == ""
+        return errors
+
+
+@pytest.fixture
+def hook(tmp_path):
+    begun = []
+
+    def begin(text: str) -> Process:
+        begun.append(Process(tmp_path / "mine.py", text))
+        assert begun[-1].line() == {"announced": {"protocol": 2, "open": 512}}
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        one.process.kill()
+        one.process.communicate()
+
+
+ASYNC, PLAIN = ("async ", "await "), ("", "")
+
+
+@pytest.mark.parametrize("kind", [ASYNC, PLAIN])
+def test_function_has_turns_and_the_answer_is_the_last(hook, kind):
+    process = hook("""
+@generate
+{}def answer(turn):
+    assert (turn.index, turn.prompt, turn.label, turn.metadata) == (3, "6*7=", "42", {{"level": 1}})
+    assert turn.tokens == [1, 2] and not turn.evaluation and sys.argv[1] == "argument"
+    said = {}turn.generate(max_new_tokens=4, stop="x")
+    assert (said.text, said.output_ids, said.log_probs, said.finish_reason) == ("41", [1], [-1.0], "stop")
+    {}turn.generate("no", stop_token_ids=[7])
+    assert turn.tokens == [1, 2, 1, 8, 9, 2]
+    {}turn.generate(input_ids=[1, 5])
+    assert turn.tokens == [1, 5, 3]
+""".format(kind[0], *[kind[1]] * 3))
+    process.say(7, **QUESTION)
+    params = {"max_new_tokens": 4, "stop": ["x"]}
+    assert process.line() == {"id": 7, "turn": 0, "generate": {"sampling_params": params}}
+    process.tell(7, 1)
+    wanted = {"sampling_params": {"stop_token_ids": [7]}, "append": "no"}
+    assert process.line() == {"id": 7, "turn": 1, "generate": wanted}
+    process.tell(7, 2, appended_ids=[8, 9])
+    assert process.line()["generate"]["input_ids"] == [1, 5]
+    process.tell(7, 3)
+    assert process.line() == {"id": 7, "turn": 3, "samples": [{}]}
+    assert process.end() == "" and process.process.returncode == 0
+
+
+def test_samples_have_masks_and_metadata(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    await turn.generate()
+    turn.sample(loss_mask=[True])
+    await turn.generate("+")
+    turn.sample([1, 2, 4], prompt_len=1, metadata={"won": 1})
+""")
+    process.say(1, **QUESTION)
+    process.line(), process.tell(1, 1), process.line(), process.tell(1, 2, appended_ids=[4])
+    first = {"tokens": [1, 2, 1], "loss_mask": [1]}
+    second = {"tokens": [1, 2, 4], "prompt_len": 1, "metadata": {"won": 1}}
+    assert process.line()["samples"] == [first, second]
+
+
+def test_plain_functions_are_open_together(hook):
+    process = hook("""
+import threading
+together = threading.Barrier(200)
+
+@generate
+def answer(turn):
+    together.wait(timeout=60)
+    turn.generate()
+""")
+    for number in range(200):
+        process.say(number, **QUESTION)
+    assert sorted(process.line()["id"] for _ in range(200)) == list(range(200))
+
+
+@pytest.mark.parametrize("kind", [ASYNC, PLAIN])
+def test_exception_is_the_error_of_its_answer_alone(hook, kind):
+    process = hook("""
+import json
+
+@generate
+{}def answer(turn):
+    {}turn.generate()
+    json.loads("[")
+""".format(*kind))
+    process.say(1, **QUESTION), process.line()
+    process.say(2, **QUESTION), process.line()
+    process.tell(1, 1)
+    error = "json.decoder.JSONDecodeError: Expecting value: line 1 column 2 (char 1) (mine.py:9)"
+    assert process.line() == {"id": 1, "turn": 1, "error": error}
+    process.tell(2, 1)
+    assert process.line()["id"] == 2
+    errors = process.end()
+    assert errors.count("Traceback") == 2 and "json.loads" in errors and "_serve.py" not in errors
+
+
+def test_what_is_no_json_is_an_error_of_its_line(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    await turn.generate(input_ids=[float("nan")])
+
+@reward
+def score(samples):
+    return [float("inf")]
+""")
+    process.say(1, **QUESTION)
+    assert process.line()["error"].endswith("(mine.py:6)")
+    process.say(2, hook="rm", samples=[SAMPLE])
+    assert "not JSON compliant" in process.line()["error"]
+
+
+@pytest.mark.parametrize("kind", [ASYNC, PLAIN])
+def test_cancelled_function_cleans_up(hook, kind):
+    process = hook("""
+@generate
+{}def answer(turn):
+    try:
+        {}turn.generate()
+    except Exception:
+        print("taken for a failure")
+    except asyncio.CancelledError:
+        print("cleaned up")
+        raise
+""".format(*kind))
+    process.say(1, **QUESTION), process.line()
+    process.say(1, cancel=True)
+    assert process.line() == {"id": 1, "turn": 0, "cancelled": True}
+    # One that has ended, as its last line crossed this one.
+    process.say(1, cancel=True)
+    process.say(2, **QUESTION)
+    assert process.line()["id"] == 2
+    errors = process.end()
+    assert errors.startswith("cleaned up\n") and "failure" not in errors
+
+
+def test_generation_past_a_timeout_of_the_function_counts(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    try:
+        async with asyncio.timeout(0):
+            await turn.generate()
+    except TimeoutError:
+        await turn.generate("!")
+""")
+    process.say(1, **QUESTION)
+    assert process.line()["turn"] == 0
+    process.tell(1, 1)
+    assert process.line() == {"id": 1, "turn": 1, "generate": {"sampling_params": {}, "append": "!"}}
+    process.tell(1, 2, appended_ids=[])
+    assert process.line()["samples"] == [{}]
+
+
+def test_second_generation_at_once_is_refused(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    await asyncio.gather(turn.generate(), turn.generate())
+""")
+    process.say(1, **QUESTION), process.line()
+    # The loop takes no word before the generation that it was asked for.
+    process.tell(1, 1)
+    said = process.line()
+    assert said["turn"] == 1 and "expected one at a time" in said["error"]
+
+
+def test_prints_of_all_kinds_go_to_standard_error(hook):
+    process = hook("""
+print("at the start")
+
+@reward
+def score(samples):
+    print("printed")
+    os.system("echo of a child; cat")
+    return [1 for sample in samples if sample.response == sample.label]
+""")
+    process.say(1, hook="rm", samples=[SAMPLE])
+    assert process.line() == {"id": 1, "rewards": [1.0]}
+    assert process.end() == "at the start\nprinted\nof a child\n"
+
+
+def test_decorators_answer_the_other_questions(hook):
+    process = hook("""
+@prompt
+def row(number):
+    return {"input": str(number)}
+
+@reward
+async def score(samples):
+    return [float(samples[0].label == samples[0].response)]
+
+@dynamic_sampling_filter
+def keep(samples):
+    return False, "too easy"
+
+@rollout_sample_filter
+def remove(samples):
+    return [sample.reward > 0 for sample in samples]
+
+@reward_post_process
+def shaped(samples):
+    return [10 * sample.reward for sample in samples]
+""")
+    scored = [{**SAMPLE, "reward": 0.5}]
+    for hook_name, given, expected in [
+        ("prompt", {"number": 17}, {"row": {"input": "17"}}),
+        ("rm", {"samples": []}, {"rewards": []}),
+        ("rm", {"samples": [SAMPLE]}, {"rewards": [1.0]}),
+        ("dynamic_sampling_filter", {"samples": scored}, {"keep": False, "reason": "too easy"}),
+        ("rollout_sample_filter", {"samples": scored}, {"remove": [True]}),
+        ("reward_post_process", {"samples": scored}, {"rewards": [5.0]}),
+    ]:
+        process.say(4, hook=hook_name, **given)
+        assert process.line() == {"id": 4, **expected}
+    process.say(5, **QUESTION)
+    assert "no function for the question `generate`" in process.line()["error"]
+
+
+def test_file_without_functions_ends_with_the_reason(tmp_path):
+    for text, code, reason in [("", 2, "found none"), ("1 / 0", 1, "ZeroDivisionError")]:
+        process = Process(tmp_path / "mine.py", text)
+        assert reason in process.end() and process.process.returncode == code
+    done = subprocess.run([sys.executable, "-m", "driftless_rl.hook"], capture_output=True, text=True)
+    assert done.returncode == 2 and "FILE.py" in done.stderr
