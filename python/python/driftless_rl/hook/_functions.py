@@ -12,6 +12,7 @@ functions: dict[str, Callable[..., Any]] = {}
 
 Rewards = Sequence[float]
 Kept = bool | tuple[bool, str]
+Function = TypeVar("Function", bound=Callable[..., Any])
 Generate = TypeVar("Generate", bound=Callable[[Turn], Awaitable[None]] | Callable[[BlockingTurn], None])
 Reward = TypeVar("Reward", bound=Callable[[list[Sample]], Rewards | Awaitable[Rewards]])
 Prompt = TypeVar("Prompt", bound=Callable[[int], dict[str, Any] | Awaitable[dict[str, Any]]])
@@ -19,9 +20,9 @@ Keep = TypeVar("Keep", bound=Callable[[list[Sample]], Kept | Awaitable[Kept]])
 Remove = TypeVar("Remove", bound=Callable[[list[Sample]], Sequence[bool] | Awaitable[Sequence[bool]]])
 
 
-def _answers(question: str, function: Any) -> Any:
+def _answers(question: str, function: Function) -> Function:
     if question in functions:
-        raise ValueError(f"{function.__name__}: a second function for the question `{question}`")
+        raise ValueError(f"{function!r}: a second function for the question `{question}`")
     functions[question] = function
     return function
 

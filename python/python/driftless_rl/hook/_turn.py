@@ -145,7 +145,7 @@ class Turn(_Answer):
         if self._cancelled:
             raise asyncio.CancelledError(GIVEN_UP)
         stop = [stop] if isinstance(stop, str) else stop
-        params = {"max_new_tokens": max_new_tokens, "stop": stop and list(stop)}
+        params: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop and list(stop)}
         params["stop_token_ids"] = stop_token_ids and list(stop_token_ids)
         wanted: dict[str, Any] = {"sampling_params": {name: value for name, value in params.items() if value is not None}}
         if append is not None:
