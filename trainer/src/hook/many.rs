@@ -179,17 +179,13 @@ impl Shared {
     /// Where the next line of an answer comes. It has `room` if it is new; if it is neither new nor open, no line comes.
     fn expect(&self, id: u64, room: Option<OwnedSemaphorePermit>) -> oneshot::Receiver<Vec<u8>> {
         let (sender, receiver) = oneshot::channel();
-        let mut table = self.table();
-        match (table.end.is_some(), room) {
-            (true, _) => {}
-            (false, Some(room)) => {
-                table.open.insert(id, Open { turn: 0, state: State::Asked(sender), _room: room });
-            }
-            (false, None) => {
-                table.open.entry(id).and_modify(|open| {
-                    open.turn += 1;
-                    open.state = State::Asked(sender);
-                });
+        if let Table { open, end: None } = &mut *self.table() {
+            match (room, open.get_mut(&id)) {
+                (Some(room), _) => {
+                    open.insert(id, Open { turn: 0, state: State::Asked(sender), _room: room });
+                }
+                (None, Some(open)) => (open.turn, open.state) = (open.turn + 1, State::Asked(sender)),
+                (None, None) => {}
             }
         }
         receiver
@@ -237,11 +233,11 @@ impl Shared {
     fn end(&self, end: End) {
         let mut table = self.table();
         let open = std::mem::take(&mut table.open);
-        if table.end.is_none() {
+        if !open.is_empty() {
             let (flag, why) = (self.flag, &end.why);
             tracing::warn!(target: "hook", "{flag}: a process with {} open answers ended: {why}", open.len());
-            table.end = Some(end);
         }
+        table.end.get_or_insert(end);
         drop(table);
         self.room.close();
         self.stop.notify_one();
