@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod fleet;
+mod watched;
 
 use common::{Process, code, driftless};
 use driftless_buffer::{PromptState, Reader};

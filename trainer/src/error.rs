@@ -144,6 +144,12 @@ pub enum Error {
         /// Why not.
         source: driftless_http::Error,
     },
+    /// The metrics of a run cannot be read over HTTP.
+    #[error("the run's metrics cannot be read at `metrics_listen`")]
+    MetricsListen {
+        /// Why not.
+        source: driftless_http::Error,
+    },
     /// A run did not change its engines.
     #[error("the run at {run} refused: {why}")]
     FleetRefused {

@@ -1,4 +1,5 @@
-//! Python packages that our rewards are compared with, and that hooks call, in an environment of their own.
+//! Python packages that our rewards are compared with, that hooks call, and that read what a run tells, in an environment
+//! of their own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,16 +8,16 @@ use std::process::Command;
 use crate::error::{Error, Result};
 use crate::{install, process};
 
-const PACKAGES: [&str; 2] = ["math-verify==0.9.0", "reasoning-gym==0.1.25"];
+const PACKAGES: [&str; 3] = ["math-verify==0.9.0", "reasoning-gym==0.1.25", "tensorboard==2.21.0"];
 /// The directory in the cache: another one for other packages.
-const HOME: &str = "math-verify-0.9.0-reasoning-gym-0.1.25";
+const HOME: &str = "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0";
 /// File whose presence says that the installation ran to its end.
 const MARKER: &str = "installed";
 
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
     let found = cache.join(HOME).join(MARKER).is_file();
-    (!found).then(|| "math-verify and reasoning-gym (cargo xtask test --ci rewards)".to_owned())
+    (!found).then(|| "math-verify, reasoning-gym and tensorboard (cargo xtask test --ci rewards)".to_owned())
 }
 
 /// Its interpreter.

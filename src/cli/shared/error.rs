@@ -338,7 +338,9 @@ fn trainer_code(error: &driftless::trainer::Error) -> u8 {
         | Trainer::LearnerAhead { .. }
         | Trainer::Resume { .. } => 3,
         Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } | Trainer::NoRun { .. } => 4,
-        Trainer::NoRunAt { source, .. } | Trainer::FleetListen { source } => http_code(source),
+        Trainer::NoRunAt { source, .. }
+        | Trainer::FleetListen { source }
+        | Trainer::MetricsListen { source } => http_code(source),
         #[cfg(feature = "torch")]
         Trainer::Learner { source, .. } => source.downcast_ref().map_or(1, torch_code),
         _ => 1,

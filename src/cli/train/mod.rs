@@ -8,6 +8,7 @@ pub(crate) mod report;
 mod sft;
 mod show;
 pub(crate) mod task;
+mod watch;
 
 use crate::cli::config;
 use crate::cli::shared::engines::COMPARES;
@@ -32,7 +33,7 @@ use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
 #[cfg(feature = "torch")]
 use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
 use driftless::trainer::door::Listen;
-use driftless::trainer::events::{Bus, Event, EventFile, Fact};
+use driftless::trainer::events::{Bus, Event, EventFile, Fact, Sink};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
@@ -48,6 +49,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use task::TaskArgs;
+use watch::{WatchArgs, Watched};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -141,6 +143,8 @@ pub(crate) struct Args {
     update: UpdateArgs,
     #[command(flatten)]
     learn: LearnArgs,
+    #[command(flatten)]
+    watch: WatchArgs,
     /// What all of these are, for `--config`.
     #[arg(skip)]
     pub(crate) effective: String,
@@ -366,6 +370,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
     let (save, effective) = (args.save.clone(), std::mem::take(&mut args.effective));
+    let Watched { sinks, _server } = args.watch.open(&args.update.run)?;
     let learner = learner(&args)?;
     let options = train_options(args)?;
     let show = Show::new(options.num_rollout);
@@ -377,11 +382,9 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
             config::keep(&kept, &effective);
         }
     };
-    let bus = Bus::start(vec![
-        Box::new(move |fact: &Fact| show.take(fact)),
-        Box::new(EventFile::new(&save)),
-        Box::new(keep),
-    ])?;
+    let own: [Box<dyn Sink>; 3] =
+        [Box::new(move |fact: &Fact| show.take(fact)), Box::new(EventFile::new(&save)), Box::new(keep)];
+    let bus = Bus::start(own.into_iter().chain(sinks).collect())?;
     let outcome = train(&options, learner(&options), bus.observer());
     bus.end(TOLD_WITHIN);
     let outcome = outcome?;

@@ -155,9 +155,9 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard",
         needs: &[Need::Rewards],
-        programs: Tests::Some(&["trainer::hooks"]),
+        programs: Tests::Some(&["trainer::hooks", "trainer::tensorboard"]),
         takes: &[],
         after: &[],
         run: with_rewards,
@@ -423,7 +423,8 @@ fn with_rewards(context: &Context) -> Result<()> {
     let pairs = ["trainer/tests/math/pairs.py", "--check", "trainer/tests/math/pairs.jsonl"];
     context.logged(Command::new(&python).args(pairs))?;
     let mut hooks = context.program("trainer::hooks")?;
-    context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", python))
+    context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", &python))?;
+    context.some(context.program("trainer::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", python))
 }
 
 fn with_stores(context: &Context) -> Result<()> {

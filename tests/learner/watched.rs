@@ -1,0 +1,64 @@
+//! What Prometheus and TensorBoard get of a run that is killed and goes on.
+
+use crate::common::{Process, code, driftless, json};
+use crate::{GROUPS, SAMPLES, STEPS, Stage};
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+
+/// The page at an address.
+fn page(address: &str) -> String {
+    let mut stream = TcpStream::connect(address).expect("the trainer listens");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n").expect("a request");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    answer
+}
+
+#[test]
+fn run_is_watched_while_it_goes_and_drawn_afterwards() {
+    let mut stage = Stage::new(&["--save-interval", "2", "--metrics-listen", "127.0.0.1:0"]);
+    stage.flags.extend(["--tensorboard-dir".to_owned(), stage.at("board").display().to_string()]);
+    let mut doomed = stage.trainer("");
+    let mut doomed =
+        Process::start("trainer", stage.dir.path(), doomed.env("DRIFTLESS_KILL_AT", "train.step:4"));
+    // Nobody brings the engine to a version yet: the run does not end before it was looked at.
+    let address = doomed.until("the address of its metrics", |trainer| {
+        let output = trainer.output();
+        let (_, rest) = output.split_once("metrics at http://")?;
+        Some(rest.split_once("/metrics")?.0.to_owned())
+    });
+    let answer = page(&address);
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("driftless_trainer_info{run=\"test\"} 1"),
+        "{answer}"
+    );
+    let _follower = stage.follower();
+    assert!(!doomed.wait().success(), "{}", doomed.output());
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    stage.check("watched");
+
+    let files =
+        std::fs::read_dir(stage.at("board")).expect("a directory").map(|file| file.expect("a file").path());
+    let files: Vec<_> = files.map(|file| std::fs::read(file).expect("a file")).collect();
+    assert_eq!(files.len(), 2, "one for each start");
+    assert!(files.iter().all(|file| file.windows(13).any(|part| part == b"brain.Event:2")));
+    let trace = stage.at("trace.json");
+    let counts = json(driftless().arg("trace").arg(stage.at("rl")).arg("-o").arg(&trace));
+    assert_eq!(counts["steps"], STEPS, "{counts}");
+    assert_eq!(counts["samples"], STEPS * GROUPS * SAMPLES, "{counts}");
+    assert!(counts["events"].as_u64() > Some(STEPS) && counts["damaged_lines"] == 0, "{counts}");
+    let trace: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(trace).expect("a file")).expect("JSON");
+    assert!(trace["traceEvents"].as_array().is_some_and(|events| events.len() > 100), "{trace}");
+}
+
+#[test]
+fn metrics_beyond_loopback_without_a_token_are_refused() {
+    let stage = Stage::new(&["--metrics-listen", "0.0.0.0:0"]);
+    let (status, words) = code(stage.trainer("").env_remove("DRIFTLESS_TOKEN"));
+    assert!(
+        status == Some(2) && words.contains("--metrics-listen") && words.contains("token"),
+        "{status:?}: {words}"
+    );
+}
