@@ -31,6 +31,7 @@ mod replay;
 mod serve;
 mod shared;
 mod status;
+mod trace;
 mod train;
 #[cfg(feature = "torch")]
 mod train_rank;
@@ -133,6 +134,7 @@ commands! {
     Relay: relay,
     Repair: repair,
     Log: log,
+    Trace: trace,
     Completions: completions,
     Man: man,
 }

@@ -21,6 +21,7 @@ mod shown;
 mod signed;
 mod status;
 mod surface;
+mod trace;
 mod vllm;
 
 use common::{code, driftless, json, output, run};

@@ -62,7 +62,9 @@ fn sound(run: &mut Run) -> Vec<Sound> {
     let prompts = run.path("prompts.jsonl");
     std::fs::write(&prompts, "{\"input\": \"a\"}\n").expect("a file");
     crate::common::run(driftless().args(["log", "import"]).args([&log, &prompts]));
-    let out = run.path("out");
+    let (out, steps) = (run.path("out"), run.path("steps"));
+    std::fs::create_dir(&steps).expect("a directory");
+    std::fs::write(steps.join("metrics.jsonl"), "").expect("a file");
     vec![
         Sound::new(
             &["publish"],
@@ -108,6 +110,7 @@ fn sound(run: &mut Run) -> Vec<Sound> {
         Sound::new(&["gc"], &[&"--store", &store, &"--run", &"test", &"--dry-run"], &[]),
         Sound::new(&["delta", "encode"], &[&"--output", &out], &[&checkpoint, &checkpoint]),
         Sound::new(&["delta", "apply"], &[&"--output", &out], &[&checkpoint, &delta]),
+        Sound::new(&["trace"], &[&"--output", &run.path("trace.json")], &[&steps]),
         Sound::new(&["log", "tail"], &[], &[&log]),
         Sound::new(&["log", "import"], &[], &[&log, &prompts]),
         #[cfg(feature = "arrow")]
