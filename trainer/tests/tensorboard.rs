@@ -36,7 +36,7 @@ fn tensorboard_reads_each_step_of_a_resumed_run_once() {
     let newest = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
     std::fs::write(&newest, [std::fs::read(&newest).unwrap(), vec![9; 7]].concat()).unwrap();
     tell(dir.path(), 90, [Event::Begin { step: 1, of: 4 }, step(1, 20.0), step(2, 30.0), step(3, 40.0)]);
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tensorboard.py");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/event_files.py");
     let read = Command::new(python).arg(script).arg(dir.path()).output().unwrap();
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
     let read: Value = serde_json::from_slice(&read.stdout).unwrap();
