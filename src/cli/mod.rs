@@ -8,6 +8,7 @@ mod absent;
 mod completions;
 mod config;
 mod coordinate;
+mod dashboard;
 mod data;
 mod delta;
 mod doctor;
@@ -123,6 +124,7 @@ commands! {
     Follow: follow,
     Fleet: fleet,
     Coordinate: coordinate,
+    Dashboard: dashboard,
     Data: data,
     Delta: delta,
     Status: status,

@@ -157,7 +157,7 @@ fn log_of_a_run_is_found_by_the_runs_directory() {
 }
 
 /// A run with two steps of samples: its log, and the tokenizer of its baseline.
-fn run_with_samples(dir: &Path) -> std::path::PathBuf {
+pub(crate) fn run_with_samples(dir: &Path) -> std::path::PathBuf {
     let (run_dir, prompts) = (dir.join("run"), dir.join("prompts.jsonl"));
     let words = serde_json::json!({ "What": 0, "is": 1, "six": 2, "\u{1b}[2J": 3 });
     let model = serde_json::json!({ "type": "WordLevel", "vocab": words, "unk_token": "six" });

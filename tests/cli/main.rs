@@ -6,6 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod coordinated;
+mod dashboard;
 mod data;
 mod doctor;
 mod examples;

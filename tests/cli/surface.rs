@@ -97,6 +97,7 @@ fn sound(run: &mut Run) -> Vec<Sound> {
             &[&"--store", &store, &"--cache-dir", &cache, &"--listen", &"192.0.2.1:1"],
             &[],
         ),
+        Sound::new(&["dashboard"], &[&"--listen", &"192.0.2.1:1"], &[&host]),
         Sound::new(&["fleet", "list"], &[], &[&host]),
         Sound::new(&["fleet", "drain"], &[], &[&host, Path::new("127.0.0.1:1")]),
         Sound::new(
@@ -144,7 +145,7 @@ fn nonsense(run: &Run) -> Vec<OsString> {
 
 /// Whether a command would write to what the value names, which should be no device of this machine.
 fn is_output(option: &str) -> bool {
-    option == "--output"
+    ["--output", "--export"].contains(&option)
 }
 
 fn check(run: &Run, command: &mut Command) -> Option<i32> {

@@ -3,8 +3,8 @@
 #[cfg(feature = "arrow")]
 mod export;
 mod import;
-mod show;
-mod texts;
+pub(in crate::cli) mod show;
+pub(in crate::cli) mod texts;
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;

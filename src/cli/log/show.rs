@@ -151,11 +151,21 @@ fn samples(args: &Args, texts: &Texts, ledger: &BTreeMap<u64, Vec<u64>>) -> Resu
 }
 
 /// The groups of these numbers. The log finds them by the step that their prompts were taken for.
-fn groups(log: &Reader, numbers: &[u64]) -> Result<Vec<Group>> {
+pub(in crate::cli) fn groups(log: &Reader, numbers: &[u64]) -> Result<Vec<Group>> {
     let prompts = numbers.iter().map(|number| log.prompt(*number)).collect::<buffer::Result<Vec<_>>>()?;
     let seats: BTreeSet<_> = prompts.iter().flatten().map(|prompt| prompt.scalars().rollout_id).collect();
     let groups = seats.into_iter().flat_map(|seat| log.groups(seat, 1));
     Ok(groups.filter(|group| numbers.contains(&group.group_id)).collect())
+}
+
+/// Numbers of the prompt and of the answer in the run, and of the sample in its answer.
+pub(in crate::cli) fn ids(record: &Record) -> (u64, u64, usize) {
+    let scalars = record.scalars();
+    match scalars.evaluation {
+        // Ids of an evaluation count down.
+        true => (u64::MAX - scalars.group_id, u64::MAX - scalars.sample_id, 0),
+        false => (scalars.group_id, answer_of(scalars.sample_id), part_of(scalars.sample_id)),
+    }
 }
 
 fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
@@ -164,11 +174,7 @@ fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
     let raw = record.rewards().first().copied().filter(|raw| *raw != scalars.reward);
     let mut versions: Vec<_> = record.spans().iter().map(|span| span.version).collect();
     versions.dedup();
-    // Ids of an evaluation count down.
-    let (prompt_id, answer, part) = match scalars.evaluation {
-        true => (u64::MAX - scalars.group_id, u64::MAX - scalars.sample_id, 0),
-        false => (scalars.group_id, answer_of(scalars.sample_id), part_of(scalars.sample_id)),
-    };
+    let (prompt_id, answer, part) = ids(record);
     Ok(Shown {
         step,
         prompt_id,

@@ -17,13 +17,13 @@ pub(super) fn log_of(dir: &Path) -> Result<PathBuf> {
 }
 
 /// The same of a directory that may be absent.
-pub(super) fn log_in(dir: PathBuf) -> PathBuf {
+pub(in crate::cli) fn log_in(dir: PathBuf) -> PathBuf {
     let inside = dir.join("log");
     if inside.is_dir() { inside } else { dir }
 }
 
 /// A log with the tokenizer that its ids are of.
-pub(super) struct Texts {
+pub(in crate::cli) struct Texts {
     reader: Reader,
     tokenizer: Tokenizer,
 }
@@ -32,6 +32,16 @@ impl Texts {
     /// With the tokenizer of `checkpoint`, or of the baseline that the run keeps beside its log.
     pub(super) fn open(log: &Path, checkpoint: Option<&Path>) -> Result<Self> {
         let reader = Reader::open(log)?;
+        let tokenizer = Self::tokenizer(&reader, log, checkpoint)?;
+        Ok(Texts { reader, tokenizer })
+    }
+
+    /// The tokenizer alone.
+    pub(in crate::cli) fn tokenizer(
+        reader: &Reader,
+        log: &Path,
+        checkpoint: Option<&Path>,
+    ) -> Result<Tokenizer> {
         let beside = log.parent().unwrap_or(Path::new(".")).join("baseline");
         let checkpoint = checkpoint.unwrap_or(&beside);
         let file = checkpoint.join("tokenizer.json");
@@ -49,8 +59,7 @@ impl Texts {
         if expected.is_some_and(|expected| expected != found && !unknown.contains(&expected)) {
             return wrong("the tokenizer that the log was written with", "another one");
         }
-        let tokenizer = Tokenizer::open(checkpoint)?;
-        Ok(Texts { reader, tokenizer })
+        Ok(Tokenizer::open(checkpoint)?)
     }
 
     pub(super) fn reader(&self) -> &Reader {

@@ -42,8 +42,6 @@ pub(crate) enum Error {
     LeftPaused { engines: String, source: Option<Box<Error>> },
     #[error("{problems} problem{} found, see above", if *problems == 1 { "" } else { "s" })]
     Unfit { problems: usize },
-    #[error("cannot draw the report: {reason}")]
-    Report { reason: String },
 }
 
 /// A setting that a library refuses is a flag here.
@@ -130,7 +128,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 20] = [
+const FLAGS: [(&str, &str); 21] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -139,6 +137,7 @@ const FLAGS: [(&str, &str); 20] = [
     ("baseline_dir", "--baseline-dir"),
     ("checkpoint directory", "--checkpoint-dir, or --output"),
     ("connections", "--connections"),
+    ("dashboard address", "--listen, with --token-file"),
     ("engines_in_use", "--engines-in-use"),
     ("follower address", "--listen, with --token-file"),
     ("keep", "--keep"),

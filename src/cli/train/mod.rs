@@ -10,7 +10,6 @@ mod show;
 pub(crate) mod task;
 mod watch;
 
-use crate::cli::config;
 use crate::cli::shared::engines::COMPARES;
 #[cfg(not(feature = "torch"))]
 use crate::cli::shared::error::absent;
@@ -23,6 +22,7 @@ use crate::cli::shared::transport::with_settings;
 use crate::cli::shared::{keys, numbers, paths, store};
 #[cfg(feature = "torch")]
 use crate::cli::train_rank;
+use crate::cli::{config, dashboard};
 use driftless::bridge::activate::Compare;
 use driftless::bridge::engine::Deadlines;
 use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
@@ -359,6 +359,8 @@ pub(crate) fn deterministic(device: &str) -> Result<()> {
     Ok(())
 }
 
+/// The page that a run leaves in its directory.
+const PAGE: &str = "report.html";
 /// How long the last events of a run may take to be written.
 const TOLD_WITHIN: Duration = Duration::from_secs(5);
 
@@ -389,7 +391,8 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     bus.end(TOLD_WITHIN);
     let outcome = outcome?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
-    let page = report::write(&save, &outcome.steps, &summary)?;
+    let page = save.join(PAGE);
+    dashboard::export(std::slice::from_ref(&save), &page)?;
     output.print(&summary, Summary::table)?;
     if !output.json {
         line_out(&format!("report: {}", page.display()))?;

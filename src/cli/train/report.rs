@@ -1,22 +1,8 @@
-//! The end of a run: a table for the terminal, a page with plots beside the run's data.
+//! The end of a run: its figures, as a table for the terminal.
 
-use crate::cli::shared::error::{Error, Result};
 use driftless::trainer::goodput::{Goodput, Tokens};
 use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
-use plotters::prelude::*;
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
-
-/// Width and height of the picture of four plots, in pixels.
-const SIZE: (u32, u32) = (1100, 760);
-
-const BLUE: RGBColor = RGBColor(0x2b, 0x6c, 0xb0);
-const ORANGE: RGBColor = RGBColor(0xdd, 0x6b, 0x20);
-const GREEN: RGBColor = RGBColor(0x2f, 0x85, 0x5a);
-const PURPLE: RGBColor = RGBColor(0x80, 0x5a, 0xd5);
-/// Colours of sets of held-out prompts.
-const SETS: [RGBColor; 3] = [ORANGE, GREEN, PURPLE];
 
 /// The figures of a whole run, as the final table and `--json` show them.
 #[derive(Debug, serde::Serialize)]
@@ -204,64 +190,6 @@ fn shares(mut parts: Vec<(String, f64)>, of: f64) -> String {
     shown.map(|(name, share)| format!("{name} {share:.1} %")).collect::<Vec<_>>().join(", ")
 }
 
-/// Writes `report.svg` and `report.html` into `dir` and returns the page's path.
-pub(crate) fn write(dir: &Path, steps: &[StepMetrics], summary: &Summary) -> Result<PathBuf> {
-    let mut svg = String::new();
-    draw(&mut svg, steps, summary).map_err(|error| Error::Report { reason: error.to_string() })?;
-    let mut rows = String::new();
-    for (label, value) in summary.rows() {
-        let _ = writeln!(rows, "<tr><th>{label}</th><td>{value}</td></tr>");
-    }
-    let page = format!(
-        "<!doctype html>\n<meta charset=\"utf-8\">\n<title>driftless run</title>\n\
-         <style>body{{font-family:sans-serif;max-width:1100px;margin:2em auto}}th{{text-align:left;padding-right:2em;font-weight:normal;color:#555}}</style>\n\
-         <h1>Run</h1>\n<table>\n{rows}</table>\n{svg}\n"
-    );
-    let html = dir.join("report.html");
-    for (path, text) in [(&dir.join("report.svg"), &svg), (&html, &page)] {
-        std::fs::write(path, text).map_err(|source| Error::Io { path: path.clone(), source })?;
-    }
-    Ok(html)
-}
-
-type DrawResult = std::result::Result<(), Box<dyn std::error::Error>>;
-type Points = Vec<(f64, f64)>;
-/// A name for the legend, a colour, and the line.
-type Series<'a> = (&'a str, RGBColor, Points);
-
-/// One plot: a title, an axis, and one coloured line per series.
-struct Plot<'a> {
-    title: &'a str,
-    unit: &'a str,
-    top: Option<f64>,
-    series: Vec<Series<'a>>,
-}
-
-fn draw(svg: &mut String, steps: &[StepMetrics], summary: &Summary) -> DrawResult {
-    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
-    root.fill(&WHITE)?;
-    let areas = root.split_evenly((2, 2));
-    for (area, plot) in areas.iter().zip(plots(steps, summary)) {
-        draw_plot(area, &plot)?;
-    }
-    root.present()?;
-    Ok(())
-}
-
-/// A line for each set of held-out prompts.
-fn held_out<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> Vec<Series<'a>> {
-    let start = summary.eval_start.iter().map(|eval| (0.0, eval));
-    let after = |step: &'a StepMetrics| Some((step.rollout_id as f64 + 1.0, step.eval.as_ref()?));
-    let mut sets: BTreeMap<&str, Points> = BTreeMap::new();
-    for (step, eval) in start.chain(steps.iter().filter_map(after)) {
-        for (name, set) in &eval.sets {
-            sets.entry(name).or_default().push((step, set.reward));
-        }
-    }
-    let colours = SETS.into_iter().cycle();
-    sets.into_iter().zip(colours).map(|((name, points), colour)| (name, colour, points)).collect()
-}
-
 /// What was measured on a set, in one line.
 pub(crate) fn describe(set: &SetMetrics) -> String {
     let SetMetrics { reward, prompts, samples, response_length, .. } = set;
@@ -275,61 +203,6 @@ pub(crate) fn describe(set: &SetMetrics) -> String {
         "reward {reward:.3}{of_one}{of_several} of {prompts} prompts{failed}, {response_length:.1} tokens, \
          {truncated:.1} % cut off"
     )
-}
-
-fn plots<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> [Plot<'a>; 4] {
-    let published = |f: fn(&PublicationMetrics) -> Option<f64>| -> Points {
-        let point = |s: &StepMetrics| Some((s.rollout_id as f64 + 1.0, f(s.publication.as_ref()?)?));
-        steps.iter().filter_map(point).collect()
-    };
-    let reward = steps.iter().map(|s| (s.rollout_id as f64, s.reward)).collect();
-    let mut rewards = vec![("rollouts", BLUE, reward)];
-    rewards.extend(held_out(steps, summary));
-    let density = vec![("", BLUE, published(|p| Some(100.0 * p.density)))];
-    let bytes = vec![
-        ("published", BLUE, published(|p| Some(p.publication_bytes as f64 / 1024.0))),
-        ("in full", ORANGE, published(|p| Some(p.full_bytes as f64 / 1024.0))),
-    ];
-    let times =
-        vec![("pause", BLUE, published(|p| p.pause_ms)), ("prepare", GREEN, published(|p| p.prepare_ms))];
-    [
-        Plot { title: "reward", unit: "mean", top: Some(1.0), series: rewards },
-        Plot { title: "density", unit: "% of elements changed", top: None, series: density },
-        Plot { title: "bytes per version", unit: "KiB", top: None, series: bytes },
-        Plot { title: "pause and prepare", unit: "ms", top: None, series: times },
-    ]
-}
-
-fn draw_plot(area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, plot: &Plot<'_>) -> DrawResult {
-    let all = || plot.series.iter().flat_map(|(_, _, points)| points.iter());
-    let right = all().map(|p| p.0).fold(1.0, f64::max);
-    let highest = all().map(|p| p.1).fold(0.0, f64::max);
-    let top = plot.top.unwrap_or(if highest > 0.0 { 1.08 * highest } else { 1.0 });
-    let mut chart = ChartBuilder::on(area)
-        .caption(plot.title, ("sans-serif", 20))
-        .margin(14)
-        .x_label_area_size(36)
-        .y_label_area_size(60)
-        .build_cartesian_2d(0.0..right, 0.0..top)?;
-    chart.configure_mesh().x_desc("step").y_desc(plot.unit).light_line_style(WHITE).draw()?;
-    for (name, colour, points) in &plot.series {
-        let line = LineSeries::new(points.iter().copied(), colour.stroke_width(2));
-        let drawn = chart.draw_series(line)?;
-        if !name.is_empty() {
-            let colour = *colour;
-            drawn
-                .label(*name)
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
-        }
-    }
-    if plot.series.len() > 1 {
-        chart
-            .configure_series_labels()
-            .background_style(WHITE.mix(0.8))
-            .border_style(BLACK.mix(0.2))
-            .draw()?;
-    }
-    Ok(())
 }
 
 fn mean(values: impl Iterator<Item = f64>) -> f64 {

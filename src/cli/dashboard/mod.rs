@@ -1,0 +1,173 @@
+//! `driftless dashboard`: a page that shows runs, from the files of their directories alone.
+
+mod export;
+mod lines;
+mod read;
+mod samples;
+mod serve;
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
+use crate::cli::shared::{keys, paths};
+use driftless::store::wait::Stop;
+pub(crate) use export::export;
+use read::{Damaged, Files, json};
+use samples::{Ask, Samples};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+const HELP: &str = "\
+The page shows figures, goodput, answers and engines of runs that go on, have ended or have crashed. It reads the files of
+`train --save` and writes nothing. Beyond loopback it wants a token, which the page asks for.
+
+Examples:
+  driftless dashboard runs/first
+  driftless dashboard runs/first runs/second          # side by side, with the flags that differ
+  driftless dashboard runs/first --listen 0.0.0.0:7430 --token-file token
+  driftless dashboard runs/first --export first.html  # one file that opens anywhere";
+
+/// Runs that are shown together.
+const RUNS_MAX: usize = 16;
+
+/// Path, type and content of each file of the page.
+const PAGE: [(&str, &str, &[u8]); 9] = [
+    ("/", "text/html; charset=utf-8", include_bytes!("page/index.html")),
+    ("/page.css", "text/css; charset=utf-8", include_bytes!("page/page.css")),
+    ("/uPlot.css", "text/css; charset=utf-8", include_bytes!("page/uPlot.min.css")),
+    ("/uPlot.js", "text/javascript; charset=utf-8", include_bytes!("page/uPlot.iife.min.js")),
+    ("/page.js", "text/javascript; charset=utf-8", include_bytes!("page/page.js")),
+    ("/run.js", "text/javascript; charset=utf-8", include_bytes!("page/run.js")),
+    ("/goodput.js", "text/javascript; charset=utf-8", include_bytes!("page/goodput.js")),
+    ("/samples.js", "text/javascript; charset=utf-8", include_bytes!("page/samples.js")),
+    ("/fleet.js", "text/javascript; charset=utf-8", include_bytes!("page/fleet.js")),
+];
+
+/// Show runs on a page: figures, goodput, answers, engines.
+#[derive(clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Args {
+    /// Directories of runs, as `train --save` has them.
+    #[arg(required = true, num_args = 1.., value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// Address of the page; port 0: the system chooses, and the address is printed.
+    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7430")]
+    listen: SocketAddr,
+    /// File holding the token that viewers must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Write the page with what it shows now into this file, and serve nothing. Of the answers it has the newest step's
+    /// best and worst.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "token_file"])]
+    export: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    if args.runs.len() > RUNS_MAX {
+        return Err(Error::usage("RUN", format!("at most {RUNS_MAX}"), args.runs.len()));
+    }
+    if let Some(file) = &args.export {
+        export(&args.runs, file)?;
+        let value = serde_json::json!({ "export": file.display().to_string() });
+        return output.print(&value, |_| format!("page: {}", file.display()));
+    }
+    let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    let server = serve::serve(Board::open(&args.runs)?, args.listen, token)?;
+    let url = format!("http://{}", server.addr());
+    output.print(&serde_json::json!({ "url": url }), |_| format!("dashboard on {url}"))?;
+    let stop = Stop::new();
+    stop_on_signals(&stop, PATIENCE)?;
+    while !stop.wait(Duration::from_secs(3600)) {}
+    Ok(())
+}
+
+/// The runs that are shown.
+struct Board {
+    runs: Vec<Mutex<Watched>>,
+}
+
+struct Watched {
+    files: Files,
+    samples: Samples,
+}
+
+/// A run, in the list of all.
+#[derive(Serialize)]
+struct Summary {
+    name: String,
+    dir: String,
+    /// What it was told: when, and by which flags.
+    told: String,
+    settings: BTreeMap<String, String>,
+    steps: usize,
+    of: Option<u64>,
+    updated_at_ms: Option<f64>,
+    damaged: Damaged,
+    /// Why a file cannot be read.
+    unreadable: Option<String>,
+}
+
+impl Board {
+    fn open(runs: &[PathBuf]) -> Result<Self> {
+        let open = |dir: &PathBuf| {
+            paths::check_dir("RUN", dir)?;
+            Ok(Mutex::new(Watched { files: Files::new(dir)?, samples: Samples::new(dir) }))
+        };
+        Ok(Board { runs: runs.iter().map(open).collect::<Result<_>>()? })
+    }
+
+    /// What the page asks for by this name, as JSON.
+    fn answer(&self, what: &str, ask: &Ask) -> Result<String> {
+        if what == "runs" {
+            let summary = |run: &Mutex<Watched>| run.lock().unwrap_or_else(PoisonError::into_inner).summary();
+            return json(&self.runs.iter().map(summary).collect::<Vec<_>>());
+        }
+        let run = self.runs.get(ask.run);
+        let run = run.ok_or_else(|| Error::usage("run", format!("one of {}", self.runs.len()), ask.run))?;
+        let mut run = run.lock().unwrap_or_else(PoisonError::into_inner);
+        run.files.look()?;
+        let Watched { files, samples } = &mut *run;
+        match what {
+            "metrics" => files.table.rows(ask.epoch, ask.from),
+            "fleet" => files.facts.json(),
+            "samples" => samples.list(ask, &files.taken),
+            "sample" => samples.one(ask.position),
+            _ => Err(Error::usage("path", "runs, metrics, fleet, samples or sample", what)),
+        }
+    }
+}
+
+impl Watched {
+    fn summary(&mut self) -> Summary {
+        let unreadable = self.files.look().err().map(|error| told(&error));
+        let (told, settings) = self.files.settings();
+        let dir = &self.files.dir;
+        Summary {
+            name: name(dir),
+            dir: dir.display().to_string(),
+            told,
+            settings,
+            steps: self.files.table.steps(),
+            of: self.files.facts.of(),
+            updated_at_ms: self.files.table.last("completed_at_ms").filter(|at| at.is_finite()),
+            damaged: self.files.damaged(),
+            unreadable,
+        }
+    }
+}
+
+/// The last part of a directory's path, wherever it was named from.
+fn name(dir: &Path) -> String {
+    let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+    whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
+}
+
+/// An error with its causes, in one line.
+fn told(error: &Error) -> String {
+    let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
+    std::iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+}

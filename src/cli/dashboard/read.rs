@@ -1,0 +1,395 @@
+//! What the files of a run say: figures of its steps, what happened, which groups each step took.
+
+use super::lines::{Came, Lines, text};
+use crate::cli::shared::error::{Error, Result};
+use driftless::store::redact;
+use driftless::trainer::events::EVENTS;
+use serde::ser::SerializeSeq as _;
+use serde::{Deserialize, Serialize, Serializer};
+use serde_json::Value;
+use serde_json::value::RawValue;
+use std::collections::{BTreeMap, VecDeque};
+use std::path::{Path, PathBuf};
+
+/// Figures that are held of all steps: 48 MiB.
+const CELLS_MAX: usize = 6 << 20;
+/// Names of figures.
+const COLUMNS_MAX: usize = 1024;
+/// How deep figures lie in each other.
+const DEPTH_MAX: usize = 8;
+/// Facts that are held, and engines, versions, and phases of an engine.
+const FACTS_MAX: usize = 400;
+const ENGINES_MAX: usize = 1024;
+const VERSIONS_MAX: usize = 400;
+const PHASES_MAX: usize = 200;
+/// Groups of the steps.
+const GROUPS_MAX: usize = 4 << 20;
+/// Longest fact, and longest name of a figure.
+const FACT_BYTES_MAX: usize = 32 << 10;
+const NAME_BYTES_MAX: usize = 200;
+const SETTINGS_BYTES_MAX: u64 = 1 << 20;
+
+/// The files of a run.
+pub(super) struct Files {
+    pub(super) dir: PathBuf,
+    metrics: Lines,
+    events: Lines,
+    ledger: Lines,
+    pub(super) table: Table,
+    pub(super) facts: Facts,
+    pub(super) taken: Taken,
+}
+
+/// Lines that were not understood, by file.
+#[derive(Serialize)]
+pub(super) struct Damaged {
+    metrics: u64,
+    events: u64,
+    ledger: u64,
+}
+
+impl Files {
+    pub(super) fn new(dir: &Path) -> Result<Self> {
+        let lines = |name: &str| Lines::new(dir.join(name));
+        let mut files = Files {
+            dir: dir.to_owned(),
+            metrics: lines("metrics.jsonl"),
+            events: lines(EVENTS),
+            ledger: lines("ledger.jsonl"),
+            table: Table { stride: 1, ..Table::default() },
+            facts: Facts::default(),
+            taken: Taken::default(),
+        };
+        let mut earlier = lines("events.1.jsonl");
+        earlier.look(&mut |came| files.facts.take(came))?;
+        files.events.damaged = earlier.damaged;
+        files.look()?;
+        Ok(files)
+    }
+
+    /// Reads what has been added.
+    pub(super) fn look(&mut self) -> Result<()> {
+        let (table, facts, taken) = (&mut self.table, &mut self.facts, &mut self.taken);
+        self.metrics.look(&mut |came| table.take(came))?;
+        self.events.look(&mut |came| facts.take(came))?;
+        self.ledger.look(&mut |came| taken.take(came))
+    }
+
+    pub(super) fn damaged(&self) -> Damaged {
+        let (metrics, events) = (self.metrics.damaged, self.events.damaged);
+        Damaged { metrics, events, ledger: self.ledger.damaged }
+    }
+
+    /// What the run was told: the comment of its settings' file, and each flag of `train`.
+    pub(super) fn settings(&self) -> (String, BTreeMap<String, String>) {
+        let text = text(&self.dir.join("run.toml"), SETTINGS_BYTES_MAX).unwrap_or_default();
+        let told = text.lines().next().and_then(|line| line.strip_prefix("# ")).unwrap_or_default();
+        let table: toml::Table = text.parse().unwrap_or_default();
+        let flags = table.get("train").and_then(toml::Value::as_table).cloned().unwrap_or_default();
+        (told.to_owned(), flags.iter().map(|(flag, value)| (flag.clone(), shown(flag, value))).collect())
+    }
+}
+
+/// A setting without what may be secret: only the program of a command is shown, and URLs lack passwords and queries.
+fn shown(flag: &str, value: &toml::Value) -> String {
+    let text = match value {
+        toml::Value::Array(values) => {
+            return values.iter().map(|value| shown(flag, value)).collect::<Vec<_>>().join(" ");
+        }
+        toml::Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    match text.split_once(' ') {
+        Some((program, _)) if flag.ends_with("-command") || flag == "learner" => format!("{program} …"),
+        _ if text.contains("://") => redact(&text),
+        _ => text,
+    }
+}
+
+/// Figures of steps, by name: a row for each step, and nothing that is no number.
+#[derive(Default)]
+pub(super) struct Table {
+    /// Grows whenever rows that were there are there no more.
+    epoch: u64,
+    /// Only steps whose number is a multiple of it are held.
+    stride: u64,
+    steps: Vec<u64>,
+    columns: BTreeMap<String, Vec<f64>>,
+}
+
+/// Some rows of a table.
+#[derive(Serialize)]
+struct Rows<'a> {
+    epoch: u64,
+    from: usize,
+    rows: usize,
+    stride: u64,
+    columns: BTreeMap<&'a str, Figures<'a>>,
+}
+
+/// Figures as short as seven digits are: whole numbers in full, and nothing where there is none.
+struct Figures<'a>(&'a [f64]);
+
+impl Serialize for Figures<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        /// Whole numbers below are exact.
+        const EXACT: f64 = 9e15;
+        let mut all = serializer.serialize_seq(Some(self.0.len()))?;
+        for figure in self.0 {
+            match figure.fract() == 0.0 && figure.abs() < EXACT {
+                true => all.serialize_element(&(*figure as i64))?,
+                false => all.serialize_element(&(*figure as f32))?,
+            }
+        }
+        all.end()
+    }
+}
+
+impl Table {
+    fn take(&mut self, came: Came<'_>) -> bool {
+        let Came::Line(line) = came else {
+            *self = Table { epoch: self.epoch + 1, stride: 1, ..Table::default() };
+            return true;
+        };
+        let Ok(value) = serde_json::from_slice::<Value>(line) else { return false };
+        let Some(step) = value.get("rollout_id").and_then(Value::as_u64) else { return false };
+        if self.steps.last().is_some_and(|last| *last >= step) {
+            let before = self.steps.partition_point(|before| *before < step);
+            self.keep(|row, _| row < before);
+        }
+        if !step.is_multiple_of(self.stride) {
+            return true;
+        }
+        self.steps.push(step);
+        self.flatten(&mut String::new(), &value, DEPTH_MAX);
+        let rows = self.steps.len();
+        self.columns.values_mut().for_each(|column| column.resize(rows, f64::NAN));
+        if rows * self.columns.len() > CELLS_MAX {
+            self.stride *= 2;
+            let stride = self.stride;
+            self.keep(|_, step| step.is_multiple_of(stride));
+        }
+        true
+    }
+
+    /// Keeps the rows that `is_kept` says yes to, by number and step.
+    fn keep(&mut self, is_kept: impl Fn(usize, u64) -> bool) {
+        let kept: Vec<bool> = self.steps.iter().enumerate().map(|(row, step)| is_kept(row, *step)).collect();
+        for column in self.columns.values_mut() {
+            let mut of = kept.iter();
+            column.retain(|_| of.next().is_some_and(|kept| *kept));
+        }
+        let mut of = kept.iter();
+        self.steps.retain(|_| of.next().is_some_and(|kept| *kept));
+        self.epoch += 1;
+    }
+
+    fn flatten(&mut self, name: &mut String, value: &Value, deeper: usize) {
+        let figure = match value {
+            Value::Number(number) => number.as_f64(),
+            Value::Bool(is) => Some(f64::from(u8::from(*is))),
+            Value::Object(fields) if deeper > 0 => {
+                let length = name.len();
+                for (key, value) in fields {
+                    if length > 0 {
+                        name.push('.');
+                    }
+                    name.push_str(key);
+                    self.flatten(name, value, deeper - 1);
+                    name.truncate(length);
+                }
+                None
+            }
+            _ => None,
+        };
+        let Some(figure) = figure else { return };
+        let is_new = !self.columns.contains_key(name.as_str());
+        if is_new && self.columns.len() < COLUMNS_MAX && name.len() <= NAME_BYTES_MAX {
+            self.columns.insert(name.clone(), Vec::new());
+        }
+        if let Some(column) = self.columns.get_mut(name.as_str()) {
+            column.resize(self.steps.len() - 1, f64::NAN);
+            column.push(figure);
+        }
+    }
+
+    pub(super) fn steps(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// The last figure of this name.
+    pub(super) fn last(&self, name: &str) -> Option<f64> {
+        self.columns.get(name)?.last().copied()
+    }
+
+    /// The rows from `from` on, as JSON, or all where that counts rows of another epoch.
+    pub(super) fn rows(&self, epoch: u64, from: usize) -> Result<String> {
+        let from = if epoch == self.epoch { from.min(self.steps.len()) } else { 0 };
+        let columns =
+            self.columns.iter().map(|(name, column)| (name.as_str(), Figures(&column[from..]))).collect();
+        json(&Rows { epoch: self.epoch, from, rows: self.steps.len(), stride: self.stride, columns })
+    }
+}
+
+/// What happened, as far as it is held.
+#[derive(Default, Serialize)]
+pub(super) struct Facts {
+    /// The newest, as the file has them.
+    facts: VecDeque<Box<RawValue>>,
+    /// Older ones.
+    dropped: u64,
+    engines: BTreeMap<String, Engine>,
+    versions: BTreeMap<u64, Version>,
+    /// Of the whole run, as its last start said.
+    of: Option<u64>,
+}
+
+/// An engine of the fleet.
+#[derive(Default, Serialize)]
+struct Engine {
+    gets: String,
+    why: String,
+    /// When it came to which phase.
+    phases: VecDeque<(u64, String)>,
+    lost: u64,
+}
+
+#[derive(Default, Serialize)]
+struct Version {
+    step: Option<u64>,
+    published_at_ms: Option<u64>,
+    served_at_ms: Option<u64>,
+    behind: u64,
+}
+
+/// What is looked at of a fact.
+#[derive(Deserialize)]
+struct Fact {
+    at_ms: u64,
+    event: String,
+    url: Option<String>,
+    gets: Option<String>,
+    phase: Option<String>,
+    why: Option<String>,
+    version: Option<u64>,
+    step: Option<u64>,
+    behind: Option<u64>,
+    of: Option<u64>,
+}
+
+impl Facts {
+    fn take(&mut self, came: Came<'_>) -> bool {
+        // Another file goes on where the one before ended.
+        let Came::Line(line) = came else { return true };
+        let Ok(fact) = serde_json::from_slice::<Fact>(line) else { return false };
+        if line.len() > FACT_BYTES_MAX {
+            self.dropped += 1;
+            return true;
+        }
+        let Ok(raw) = serde_json::from_slice::<Box<RawValue>>(line) else { return false };
+        self.note(&fact);
+        // Steps stand in the metrics, and versions are kept apart.
+        let is_told = match fact.event.as_str() {
+            "step" | "published" => true,
+            "served" => fact.behind.unwrap_or(0) == 0,
+            _ => false,
+        };
+        if !is_told {
+            self.facts.push_back(raw);
+        }
+        if self.facts.len() > FACTS_MAX {
+            self.facts.pop_front();
+            self.dropped += 1;
+        }
+        true
+    }
+
+    fn note(&mut self, fact: &Fact) {
+        self.of = if fact.event == "begin" { fact.of } else { self.of };
+        if let Some(url) = &fact.url
+            && (self.engines.contains_key(url) || self.engines.len() < ENGINES_MAX)
+        {
+            self.engines.entry(url.clone()).or_default().note(fact);
+        }
+        if let Some(number) = fact.version {
+            let version = self.versions.entry(number).or_default();
+            match fact.event.as_str() {
+                "published" => (version.step, version.published_at_ms) = (fact.step, Some(fact.at_ms)),
+                "served" => {
+                    (version.served_at_ms, version.behind) = (Some(fact.at_ms), fact.behind.unwrap_or(0));
+                }
+                _ => {}
+            }
+            if self.versions.len() > VERSIONS_MAX {
+                self.versions.pop_first();
+            }
+        }
+    }
+
+    pub(super) fn json(&self) -> Result<String> {
+        json(self)
+    }
+
+    pub(super) fn of(&self) -> Option<u64> {
+        self.of
+    }
+}
+
+impl Engine {
+    fn note(&mut self, fact: &Fact) {
+        if let Some(gets) = &fact.gets {
+            self.gets.clone_from(gets);
+        }
+        let Some(phase) = &fact.phase else { return };
+        self.why = fact.why.clone().unwrap_or_default();
+        self.lost += u64::from(phase == "lost");
+        self.phases.push_back((fact.at_ms, phase.clone()));
+        if self.phases.len() > PHASES_MAX {
+            self.phases.pop_front();
+        }
+    }
+}
+
+/// The groups that each step learned from.
+#[derive(Default)]
+pub(super) struct Taken {
+    steps: BTreeMap<u64, Vec<u64>>,
+    groups: usize,
+}
+
+#[derive(Deserialize)]
+struct Learned {
+    step: u64,
+    groups: Vec<u64>,
+}
+
+impl Taken {
+    fn take(&mut self, came: Came<'_>) -> bool {
+        let Came::Line(line) = came else {
+            *self = Taken::default();
+            return true;
+        };
+        let Ok(Learned { step, groups }) = serde_json::from_slice(line) else { return false };
+        self.groups += groups.len();
+        self.groups -= self.steps.insert(step, groups).map_or(0, |before| before.len());
+        while self.groups > GROUPS_MAX {
+            let Some((_, oldest)) = self.steps.pop_first() else { break };
+            self.groups -= oldest.len();
+        }
+        true
+    }
+
+    /// Those of a step.
+    pub(super) fn of(&self, step: u64) -> Option<&[u64]> {
+        self.steps.get(&step).map(Vec::as_slice)
+    }
+
+    /// The first and the last step.
+    pub(super) fn range(&self) -> Option<(u64, u64)> {
+        Some((*self.steps.keys().next()?, *self.steps.keys().next_back()?))
+    }
+}
+
+pub(super) fn json(value: &impl Serialize) -> Result<String> {
+    serde_json::to_string(value).map_err(|source| Error::Json { what: "an answer".to_owned(), source })
+}

@@ -1,0 +1,356 @@
+//! The answers of a run, out of its log: lists of a step's, and one of them token by token.
+
+use super::read::{Taken, json};
+use crate::cli::log::show::{groups, ids};
+use crate::cli::log::texts::{Texts, log_in};
+use crate::cli::shared::error::{Error, Result};
+use driftless::buffer::sample::{Scalars, Verdict};
+use driftless::buffer::{Kind, Position, Reader, Record};
+use driftless::trainer::data::Tokenizer;
+use driftless::trainer::rollout::{EvaluationNote, PromptNote};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use std::path::{Path, PathBuf};
+
+/// Rows of a list, and answers of a group.
+const ROWS_MAX: usize = 200;
+/// Tokens of an answer, and of its prompt, that are shown.
+const TOKENS_MAX: usize = 20_000;
+/// Records that are looked at for answers that no index names.
+const SCANNED_MAX: usize = 16_384;
+/// Tokens that one character may need.
+const TOKENS_OF_CHARACTER: usize = 8;
+
+/// What is asked for.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Ask {
+    /// Number of the run.
+    pub(super) run: usize,
+    pub(super) epoch: u64,
+    pub(super) from: usize,
+    pub(super) step: Option<u64>,
+    pub(super) kind: Which,
+    pub(super) order: Order,
+    pub(super) reward_min: Option<f32>,
+    pub(super) reward_max: Option<f32>,
+    pub(super) length_min: Option<usize>,
+    pub(super) length_max: Option<usize>,
+    pub(super) finish: Option<String>,
+    pub(super) position: u64,
+}
+
+/// Which answers of a step.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Which {
+    /// Those that it learned from.
+    #[default]
+    Learned,
+    /// Those that were generated for it, and that no step learns from.
+    LeftOut,
+    Evaluation,
+}
+
+#[derive(Debug, Default, Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Order {
+    #[default]
+    Log,
+    Best,
+    Worst,
+    Longest,
+    Shortest,
+}
+
+/// An answer in a list.
+#[derive(Serialize)]
+struct Row {
+    position: u64,
+    prompt_id: u64,
+    answer: u64,
+    part: usize,
+    reward: Option<f32>,
+    raw_reward: Option<f32>,
+    finish: String,
+    masked: bool,
+    tokens: usize,
+    versions: Option<(u64, u64)>,
+    engine: String,
+    /// From when it was asked for to its last token.
+    seconds: Option<f64>,
+    why: Option<String>,
+}
+
+#[derive(Serialize)]
+struct List {
+    step: u64,
+    /// The first and the last step with answers.
+    steps: Option<(u64, u64)>,
+    /// Groups that the step took, and those of them that the log still has.
+    groups: usize,
+    found: usize,
+    /// Answers that the filter leaves, from which of them on, and these.
+    total: usize,
+    from: usize,
+    rows: Vec<Row>,
+    /// Whether more of the log would have to be read than was.
+    cut: bool,
+}
+
+#[derive(Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    row: Row,
+    step: u64,
+    set: Option<String>,
+    source: String,
+    label: Option<Box<RawValue>>,
+    prompt: Option<String>,
+    prompt_tokens: usize,
+    /// Texts of the answer's tokens, or their ids where `untold` says why there is no text.
+    texts: Vec<String>,
+    untold: Option<String>,
+    log_probs: Vec<f32>,
+    mask: Vec<u8>,
+    /// Version, first token, and one past the last.
+    spans: Vec<(u64, u32, u32)>,
+    /// The answers to the same prompt.
+    group: Vec<Row>,
+}
+
+/// The log of a run, opened when it is first asked for.
+pub(super) struct Samples {
+    dir: PathBuf,
+    reader: Option<Reader>,
+    tokenizer: Option<Tokenizer>,
+}
+
+impl Samples {
+    pub(super) fn new(dir: &Path) -> Self {
+        Samples { dir: dir.to_owned(), reader: None, tokenizer: None }
+    }
+
+    fn reader(&mut self) -> Result<Reader> {
+        if let Some(reader) = &self.reader {
+            reader.refresh()?;
+            return Ok(reader.clone());
+        }
+        Ok(self.reader.insert(Reader::open(log_in(self.dir.clone()))?).clone())
+    }
+
+    /// A page of the answers of a step, as JSON.
+    pub(super) fn list(&mut self, ask: &Ask, taken: &Taken) -> Result<String> {
+        let reader = self.reader()?;
+        let steps = taken.range().or_else(|| {
+            let rollouts = reader.rollouts();
+            Some((*rollouts.first()?, *rollouts.last()?))
+        });
+        let step = ask.step.or(steps.map(|(_, last)| last)).unwrap_or_default();
+        let numbers = taken.of(step);
+        let (mut records, groups, found, cut) = match ask.kind {
+            Which::Learned => {
+                let found = match numbers {
+                    Some(numbers) => groups(&reader, numbers)?,
+                    None => reader.groups(step, 1),
+                };
+                let (told, held) = (numbers.map_or(found.len(), <[u64]>::len), found.len());
+                (found.into_iter().flat_map(|group| group.records).collect(), told, held, false)
+            }
+            Which::LeftOut => {
+                let is_left_out = |record: &Record| {
+                    let scalars = record.scalars();
+                    !scalars.evaluation && note(&reader, record).dropped.is_some()
+                };
+                apart(&reader, step, is_left_out)
+            }
+            Which::Evaluation => apart(&reader, step, |record| record.scalars().evaluation),
+        };
+        records.retain(|record| ask.is_wanted(record));
+        ask.sort(&mut records);
+        let (total, from) = (records.len(), ask.from.min(records.len()));
+        let shown = records.iter().skip(from).take(ROWS_MAX);
+        let rows = shown.map(|record| row(record, ask.kind, &reader)).collect();
+        json(&List { step, steps, groups, found, total, from, rows, cut })
+    }
+
+    /// One answer, as JSON.
+    pub(super) fn one(&mut self, position: u64) -> Result<String> {
+        let reader = self.reader()?;
+        let record = reader.get(Position(position))?.filter(|record| record.kind() == Kind::Sample);
+        let record =
+            record.ok_or_else(|| Error::usage("position", "that of an answer in the log", position))?;
+        let scalars = record.scalars();
+        let group = match scalars.evaluation {
+            true => Vec::new(),
+            false => reader.groups(scalars.rollout_id, 1),
+        };
+        let group = group.into_iter().find(|group| group.group_id == scalars.group_id);
+        let group = group.iter().flat_map(|group| &group.records).take(ROWS_MAX);
+        let note = note(&reader, &record);
+        let (prompt, texts, untold) = self.texts(&reader, &record);
+        json(&Shown {
+            row: Row { why: note.dropped, ..row(&record, Which::Learned, &reader) },
+            step: scalars.rollout_id,
+            set: scalars.evaluation.then(|| EvaluationNote::of(&record).set),
+            source: note.source.map_or_else(String::new, String::from),
+            label: note.label,
+            prompt,
+            prompt_tokens: record.prompt_len(),
+            texts,
+            untold,
+            log_probs: record.log_probs().iter().take(TOKENS_MAX).copied().collect(),
+            mask: record.loss_mask().iter().take(TOKENS_MAX).copied().collect(),
+            spans: record.spans().iter().map(|span| (span.version, span.start, span.end)).collect(),
+            group: group.map(|record| row(record, Which::Learned, &reader)).collect(),
+        })
+    }
+
+    /// The prompt, the texts of the answer's tokens, and why there are none.
+    fn texts(&mut self, reader: &Reader, record: &Record) -> (Option<String>, Vec<String>, Option<String>) {
+        let answer = &record.response()[..record.response().len().min(TOKENS_MAX)];
+        let asked = &record.tokens()[..record.prompt_len().min(record.tokens().len()).min(TOKENS_MAX)];
+        let told = self.tokenizer(reader).and_then(|tokenizer| {
+            let prompt = tokenizer.decode(asked)?;
+            Ok((prompt, pieces(answer, |tokens| tokenizer.decode(tokens))?))
+        });
+        match told {
+            Ok((prompt, texts)) => (Some(prompt), texts, None),
+            Err(error) => (None, answer.iter().map(i32::to_string).collect(), Some(error.to_string())),
+        }
+    }
+
+    fn tokenizer(&mut self, reader: &Reader) -> Result<&Tokenizer> {
+        if self.tokenizer.is_none() {
+            self.tokenizer = Some(Texts::tokenizer(reader, &log_in(self.dir.clone()), None)?);
+        }
+        self.tokenizer.as_ref().ok_or_else(|| Error::usage("tokenizer", "one", "none"))
+    }
+}
+
+impl Ask {
+    fn is_wanted(&self, record: &Record) -> bool {
+        let (reward, tokens) = (record.scalars().reward, record.response().len());
+        let is_scored = record.is_scored() || (self.reward_min.is_none() && self.reward_max.is_none());
+        is_scored
+            && self.reward_min.is_none_or(|least| reward >= least)
+            && self.reward_max.is_none_or(|most| reward <= most)
+            && self.length_min.is_none_or(|least| tokens >= least)
+            && self.length_max.is_none_or(|most| tokens <= most)
+            && self.finish.as_ref().is_none_or(|wanted| wanted.is_empty() || *wanted == finish(record))
+    }
+
+    fn sort(&self, records: &mut [Record]) {
+        let (reward, tokens) = (|one: &Record| one.scalars().reward, |one: &Record| one.response().len());
+        match self.order {
+            Order::Log => {}
+            Order::Best => records.sort_by(|one, other| reward(other).total_cmp(&reward(one))),
+            Order::Worst => records.sort_by(|one, other| reward(one).total_cmp(&reward(other))),
+            Order::Longest => records.sort_by_key(|one| std::cmp::Reverse(tokens(one))),
+            Order::Shortest => records.sort_by_key(tokens),
+        }
+    }
+}
+
+fn finish(record: &Record) -> String {
+    format!("{:?}", record.finish()).to_lowercase()
+}
+
+/// What the log says of the prompt of an answer; nothing where that is damaged.
+fn note(reader: &Reader, record: &Record) -> PromptNote {
+    if record.scalars().evaluation {
+        return EvaluationNote::of(record).prompt;
+    }
+    let prompt = reader.prompt(record.scalars().group_id).ok().flatten();
+    prompt.as_ref().map(PromptNote::of).unwrap_or_default()
+}
+
+fn row(record: &Record, kind: Which, reader: &Reader) -> Row {
+    let reward = record.scalars().reward;
+    let (prompt_id, answer, part) = ids(record);
+    let seconds = |from: i64, to: i64| (from > 0 && to >= from).then(|| (to - from) as f64 / 1e6);
+    Row {
+        position: record.position().0,
+        prompt_id,
+        answer,
+        part,
+        reward: record.is_scored().then_some(reward),
+        raw_reward: record.rewards().first().copied().filter(|raw| *raw != reward),
+        finish: finish(record),
+        masked: record.verdict() == Verdict::Masked,
+        tokens: record.response().len(),
+        versions: record.versions(),
+        engine: record.engine().to_owned(),
+        seconds: record.times().first().zip(record.times().last()).and_then(|(from, to)| seconds(*from, *to)),
+        why: if kind == Which::LeftOut { note(reader, record).dropped } else { None },
+    }
+}
+
+/// Answers of a step that are in no group. The log is read where those of the step that are in one lie, or its end.
+fn apart(
+    reader: &Reader,
+    step: u64,
+    is_wanted: impl Fn(&Record) -> bool,
+) -> (Vec<Record>, usize, usize, bool) {
+    let beside = SCANNED_MAX as u64 / 4;
+    let groups = reader.groups(step, 1);
+    let places = || groups.iter().flat_map(|group| &group.records).map(|record| record.position().0);
+    let from = places().min().unwrap_or(reader.end().0).saturating_sub(beside).max(reader.oldest().0);
+    let end = places().max().map_or(u64::MAX, |last| last.saturating_add(beside));
+    let mut records = reader.iter(Position(from));
+    let mut seen = 0;
+    let mut found = Vec::new();
+    for record in records.by_ref().take(SCANNED_MAX) {
+        seen += 1;
+        // What is damaged is told by `log verify`.
+        let Ok(record) = record else { continue };
+        if record.position().0 > end {
+            break;
+        }
+        let Scalars { rollout_id, .. } = *record.scalars();
+        if record.kind() == Kind::Sample && rollout_id == step && is_wanted(&record) {
+            found.push(record);
+        }
+    }
+    (found, 0, 0, seen == SCANNED_MAX)
+}
+
+/// The text of each token. A character that several tokens make stands at the last of them, and a token's text may depend
+/// on the one before it.
+fn pieces<E>(tokens: &[i32], decode: impl Fn(&[i32]) -> Result<String, E>) -> Result<Vec<String>, E> {
+    let mut pieces = Vec::with_capacity(tokens.len());
+    let mut begun: usize = 0;
+    for end in 1..=tokens.len() {
+        let before = begun.saturating_sub(1);
+        let (head, all) = (decode(&tokens[before..begun])?, decode(&tokens[before..end])?);
+        let is_open = all.ends_with('\u{fffd}') && end - begun < TOKENS_OF_CHARACTER && end < tokens.len();
+        if is_open {
+            pieces.push(String::new());
+            continue;
+        }
+        pieces.push(match all.strip_prefix(&head) {
+            Some(piece) => piece.to_owned(),
+            None => decode(&tokens[begun..end])?,
+        });
+        begun = end;
+    }
+    Ok(pieces)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_of_a_text_join_to_it_and_wait_for_whole_characters() {
+        // A token a byte, as some tokenizers fall back to.
+        let text = "aé\u{1f600}b";
+        let tokens: Vec<i32> = text.bytes().map(i32::from).collect();
+        let decode = |tokens: &[i32]| {
+            let bytes: Vec<u8> = tokens.iter().map(|token| *token as u8).collect();
+            Ok::<_, ()>(String::from_utf8_lossy(&bytes).into_owned())
+        };
+        let pieces = pieces(&tokens, decode).expect("texts");
+        assert_eq!(pieces, ["a", "", "é", "", "", "", "\u{1f600}", "b"]);
+    }
+}

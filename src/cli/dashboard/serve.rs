@@ -1,0 +1,130 @@
+//! The page over HTTP, and what it asks for as JSON: read-only, for this host or for those who have the token.
+
+use super::samples::Ask;
+use super::{Board, PAGE};
+use crate::cli::shared::error::{Error, Result};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Path, Query, Request, State};
+use axum::http::uri::Authority;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::get;
+use axum::{Router, middleware};
+use driftless::http::listen::{Limits, serve_http};
+use driftless::http::{Server, Threads, Token, check_exposure, refuse};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use tokio::runtime::Handle;
+use tokio::task::spawn_blocking;
+
+/// Its threads: files are read on those that may wait.
+const THREADS: Threads = Threads { io: 1, blocking: 4 };
+
+/// What every answer carries: nothing of it runs or is shown within another page, and it loads nothing from elsewhere.
+const HEADERS: [(&str, &str); 4] = [
+    (
+        "content-security-policy",
+        "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cache-control", "no-store"),
+];
+
+/// Serves until it is dropped. What callers have to bring is `token`, if there is one.
+pub(super) fn serve(board: Board, addr: SocketAddr, token: Option<String>) -> Result<Server> {
+    check_exposure("dashboard address", addr, token.as_deref())?;
+    let is_open = token.is_none();
+    let token = Token::new(token);
+    // The page holds nothing of a run. It asks whoever opened it for the token.
+    let mut router = Router::new();
+    for (path, kind, bytes) in PAGE {
+        router = router
+            .route(path, get(move || async move { ([(header::CONTENT_TYPE, kind)], bytes).into_response() }));
+    }
+    let api = Router::new()
+        .route("/api/{what}", get(answer))
+        .with_state(Arc::new(board))
+        .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)));
+    let router =
+        router.merge(api).layer(middleware::from_fn(move |request, next| guard(is_open, request, next)));
+    let serving = |listener, _: &Handle| {
+        Ok::<_, driftless::http::Error>(serve_http(listener, Limits::default(), router))
+    };
+    Ok(Server::start("dashboard", addr, THREADS, serving)?)
+}
+
+async fn answer(
+    State(board): State<Arc<Board>>,
+    Path(what): Path<String>,
+    ask: Result<Query<Ask>, QueryRejection>,
+) -> Response {
+    let ask = match ask {
+        Ok(Query(ask)) => ask,
+        Err(error) => return refuse(StatusCode::BAD_REQUEST, "bad_request", error.body_text()),
+    };
+    match spawn_blocking(move || board.answer(&what, &ask)).await {
+        Ok(Ok(text)) => ([(header::CONTENT_TYPE, "application/json")], text).into_response(),
+        Ok(Err(error @ Error::Usage { .. })) => refuse(StatusCode::NOT_FOUND, "not_found", error.to_string()),
+        Ok(Err(error)) => refuse(StatusCode::INTERNAL_SERVER_ERROR, "unreadable", super::told(&error)),
+        Err(error) => {
+            tracing::error!(%error, "an answer was not made");
+            refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", "no answer was made; see standard error")
+        }
+    }
+}
+
+/// Refuses what a page from elsewhere may have a browser ask: it would come under another name, or say where from.
+async fn guard(is_open: bool, request: Request, next: Next) -> Response {
+    let mut answer = match is_ours(request.headers(), is_open) {
+        true => next.run(request).await,
+        false => refuse(StatusCode::FORBIDDEN, "forbidden", "the Host or the Origin is not this dashboard's"),
+    };
+    for (name, value) in HEADERS {
+        answer.headers_mut().insert(HeaderName::from_static(name), HeaderValue::from_static(value));
+    }
+    answer
+}
+
+/// Whether a request names this server as what it is. Without a token only loopback has a name here; behind one, a proxy's
+/// name will do.
+fn is_ours(headers: &HeaderMap, is_open: bool) -> bool {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let Some(host) = text(header::HOST).and_then(|host| host.parse::<Authority>().ok()) else { return false };
+    let name = host.host().trim_start_matches('[').trim_end_matches(']');
+    let is_loopback =
+        name.eq_ignore_ascii_case("localhost") || name.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+    let is_own = |origin: &str| origin.split_once("://").is_some_and(|(_, place)| place == host.as_str());
+    let is_same = !headers.contains_key(header::ORIGIN) || text(header::ORIGIN).is_some_and(is_own);
+    (is_loopback || !is_open) && is_same
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_loopback_are_ours_without_a_token() {
+        let ask = |host: Option<&str>, origin: Option<&str>, is_open| {
+            let mut headers = HeaderMap::new();
+            let pairs = [(header::HOST, host), (header::ORIGIN, origin)];
+            for (name, value) in pairs.into_iter().filter_map(|(name, value)| Some((name, value?))) {
+                headers.insert(name, HeaderValue::from_str(value).expect("a value"));
+            }
+            is_ours(&headers, is_open)
+        };
+        for host in ["localhost:7430", "127.0.0.1", "[::1]:8080", "LOCALHOST"] {
+            assert!(ask(Some(host), None, true), "{host}");
+        }
+        for host in ["evil.example", "127.0.0.1.evil.example", "10.0.0.1:7430", "a b"] {
+            assert!(!ask(Some(host), None, true), "{host}");
+        }
+        assert!(!ask(None, None, true) && ask(Some("runs.internal"), None, false));
+        for is_open in [true, false] {
+            assert!(ask(Some("localhost:1"), Some("http://localhost:1"), is_open));
+            assert!(!ask(Some("localhost:1"), Some("http://localhost:2"), is_open));
+            assert!(!ask(Some("localhost:1"), Some("null"), is_open));
+        }
+    }
+}
