@@ -267,9 +267,7 @@ fn views_have_content_in_chromium() {
     let position = &board.get("/api/samples?order=worst")["rows"][0]["position"];
     let samples = shown(&format!("samples?position={position}"));
     assert!(
-        samples.contains("2 answers of step 7")
-            && samples.contains("What is")
-            && samples.contains("\u{241b}"),
+        samples.contains("2 answers of step 7") && samples.contains("What is") && samples.contains("U+001B"),
         "{samples}"
     );
     let fleet = shown("fleet");

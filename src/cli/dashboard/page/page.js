@@ -23,9 +23,8 @@ D.visible = (text) => {
   let last = 0;
   for (const found of text.matchAll(ORDERS)) {
     parts.push(text.slice(last, found.index));
-    const code = found[0].charCodeAt(0);
-    const shown = code < 0x20 ? String.fromCharCode(0x2400 + code) : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
-    parts.push(D.el("span", { className: "order" }, shown));
+    const code = found[0].charCodeAt(0).toString(16).toUpperCase().padStart(4, "0");
+    parts.push(D.el("span", { className: "order" }, "U+" + code));
     last = found.index + 1;
   }
   parts.push(text.slice(last));
