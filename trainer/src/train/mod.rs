@@ -11,9 +11,9 @@ mod record;
 pub mod replay;
 mod resolved;
 mod session;
-#[cfg(test)]
-mod simulated;
 mod take;
+#[cfg(test)]
+mod tests;
 mod update;
 mod versions;
 mod watched;

@@ -174,11 +174,19 @@ impl World {
         share(self.seed, "lost", state.asked) < 0.001
     }
 
-    /// Refuses what an engine is given to go on with, if it is not all that was durable.
+    /// Refuses what an engine is given to go on with, if it was drawn otherwise or is not all that was durable.
     fn check_drawn(&self, answer: u64, request: &GenerateRequest, minimum: Option<&Label>) {
+        let drawn = &request.drawn;
+        for span in &drawn.spans {
+            let version = span.label.parse::<Label>().unwrap().version();
+            for at in span.start as usize..span.end as usize {
+                let found = (drawn.output_ids[at], drawn.log_probs[at]);
+                assert_eq!(found, token(self.seed, answer, at, version), "answer {answer}, token {at}");
+            }
+        }
         let Some((durable, oldest)) = self.state().durable.remove(&answer) else { return };
         if minimum.is_none_or(|minimum| oldest >= minimum.version()) {
-            assert_eq!(request.drawn.len(), durable, "answer {answer}: durable tokens would be drawn twice");
+            assert_eq!(drawn.len(), durable, "answer {answer}: durable tokens would be drawn twice");
         }
     }
 }
@@ -223,13 +231,6 @@ impl Engines for Fleet {
         let mut engine = draw(world.seed, "engine", answer) % ENGINES;
         let mut all = request.drawn.clone();
         let mut told_of = all.len();
-        for span in &all.spans {
-            let version = span.label.parse::<Label>().unwrap().version();
-            for at in span.start as usize..span.end as usize {
-                let drawn = (all.output_ids[at], all.log_probs[at]);
-                assert_eq!(drawn, token(world.seed, answer, at, version), "answer {answer}, token {at}");
-            }
-        }
         let (length, mut tries) = (length(world.seed, answer), 0);
         while all.len() < length {
             tries += 1;
