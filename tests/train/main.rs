@@ -348,7 +348,7 @@ fn mistakes_of_the_command_line_are_told_first() {
     std::fs::write(&file, "not a directory").expect("a file");
     run(std::process::Command::new("mkfifo").arg(&fifo));
     let sft = ["train", "--loss-type", "sft_loss", "--num-rollout", "1"];
-    let cases: [(&[&str], &[&str]); 9] = [
+    let cases: [(&[&str], &[&str]); 10] = [
         (&["serve"], &["--model-path", "/nope"]),
         (&["serve"], &["--model-path", &file]),
         (&["serve"], &["--model-path", "/", "--dialect", "0.4.0"]),
@@ -358,6 +358,7 @@ fn mistakes_of_the_command_line_are_told_first() {
         (&sft, &["--save", &save, "--text", "/dev/zero"]),
         (&sft, &["--save", &save, "--load", "/nope"]),
         (&sft, &["--save", &save, "--model-config", &fifo]),
+        (&sft, &["--save", &save, "--task", "arithmetic", "--tensorboard-dir", "x"]),
     ];
     for (command, flags) in cases {
         let (status, error) = code(driftless().args(command).args(flags));

@@ -59,6 +59,7 @@ const TEXT_BATCH_SIZE: u64 = 16;
 const WORKED_MAX: u64 = 1 << 16;
 
 pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
+    args.watch.check_sft()?;
     for (name, file) in [("--text", &args.sft.text), ("--model-config", &args.sft.model_config)] {
         file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
     }

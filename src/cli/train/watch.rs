@@ -1,5 +1,7 @@
 //! Where else `driftless train` tells how the run is doing.
 
+#[cfg(feature = "torch")]
+use crate::cli::shared::error::Error;
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::say;
 use crate::cli::shared::{keys, paths};
@@ -31,6 +33,19 @@ pub(super) struct Watched {
 }
 
 impl WatchArgs {
+    /// Refuses what SFT would not tell.
+    #[cfg(feature = "torch")]
+    pub(super) fn check_sft(&self) -> Result<()> {
+        let asked = [
+            ("--tensorboard-dir", self.tensorboard_dir.is_some()),
+            ("--metrics-listen", self.metrics_listen.is_some()),
+        ];
+        match asked.into_iter().find(|(_, asked)| *asked) {
+            Some((flag, _)) => Err(Error::usage(flag, "a run that generates", "--loss-type sft_loss")),
+            None => Ok(()),
+        }
+    }
+
     /// Opens what was asked for, for the run of this name.
     pub(super) fn open(&self, run: &str) -> Result<Watched> {
         let mut sinks: Vec<Box<dyn Sink>> = Vec::new();

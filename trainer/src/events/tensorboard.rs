@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn piece_of_a_record_on_a_full_disk_is_taken_back() {
+    fn file_that_cannot_be_mended_gives_way_to_another() {
         let dir = tempfile::tempdir().unwrap();
         let mut board = TensorBoard::new(dir.path());
         [begin(0), done(0, 1.0)].iter().for_each(|fact| board.take(fact));
