@@ -1,14 +1,15 @@
-//! What Prometheus and TensorBoard get of a run that is killed and goes on.
+//! What a page, Prometheus and TensorBoard get of a run that is killed and goes on.
 
 use crate::common::{Process, code, driftless, json};
 use crate::{GROUPS, SAMPLES, STEPS, Stage};
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 
-/// The page at an address.
-fn page(address: &str) -> String {
+/// What is at a path of an address.
+fn page(address: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(address).expect("the trainer listens");
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n").expect("a request");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).expect("a request");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("an answer");
     answer
@@ -17,17 +18,22 @@ fn page(address: &str) -> String {
 #[test]
 fn run_is_watched_while_it_goes_and_drawn_afterwards() {
     let mut stage = Stage::new(&["--save-interval", "2", "--metrics-listen", "127.0.0.1:0"]);
+    stage.flags.extend(["--dashboard", "127.0.0.1:0"].map(str::to_owned));
     stage.flags.extend(["--tensorboard-dir".to_owned(), stage.at("board").display().to_string()]);
     let mut doomed = stage.trainer("");
     let mut doomed =
         Process::start("trainer", stage.dir.path(), doomed.env("DRIFTLESS_KILL_AT", "train.step:4"));
     // Nobody brings the engine to a version yet: the run does not end before it was looked at.
-    let address = doomed.until("the address of its metrics", |trainer| {
+    let (dashboard, metrics) = doomed.until("the addresses of its pages", |trainer| {
         let output = trainer.output();
-        let (_, rest) = output.split_once("metrics at http://")?;
-        Some(rest.split_once("/metrics")?.0.to_owned())
+        let (_, rest) = output.split_once("dashboard at http://")?;
+        let (dashboard, rest) = rest.split_once('\n')?;
+        let (_, rest) = rest.split_once("metrics at http://")?;
+        Some((dashboard.trim().to_owned(), rest.split_once("/metrics")?.0.to_owned()))
     });
-    let answer = page(&address);
+    let answer = page(&dashboard, "/api/runs");
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"name\":\"rl\""), "{answer}");
+    let answer = page(&metrics, "/metrics");
     assert!(
         answer.starts_with("HTTP/1.1 200") && answer.contains("driftless_trainer_info{run=\"test\"} 1"),
         "{answer}"

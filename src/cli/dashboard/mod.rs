@@ -10,6 +10,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
 use crate::cli::shared::{keys, paths};
+use driftless::http::Server;
 use driftless::store::wait::Stop;
 pub(crate) use export::export;
 use read::{Damaged, Files, json};
@@ -85,6 +86,11 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     Ok(())
 }
 
+/// Serves the page of the run in `save`, which may be about to begin, until the server is dropped.
+pub(crate) fn serve_run(save: &Path, listen: SocketAddr, token: Option<String>) -> Result<Server> {
+    serve::serve(Board { runs: vec![Mutex::new(Watched::open(save)?)] }, listen, token)
+}
+
 /// The runs that are shown.
 struct Board {
     runs: Vec<Mutex<Watched>>,
@@ -115,7 +121,7 @@ impl Board {
     fn open(runs: &[PathBuf]) -> Result<Self> {
         let open = |dir: &PathBuf| {
             paths::check_dir("RUN", dir)?;
-            Ok(Mutex::new(Watched { files: Files::new(dir)?, samples: Samples::new(dir) }))
+            Ok(Mutex::new(Watched::open(dir)?))
         };
         Ok(Board { runs: runs.iter().map(open).collect::<Result<_>>()? })
     }
@@ -142,6 +148,10 @@ impl Board {
 }
 
 impl Watched {
+    fn open(dir: &Path) -> Result<Self> {
+        Ok(Watched { files: Files::new(dir)?, samples: Samples::new(dir) })
+    }
+
     fn summary(&mut self) -> Summary {
         let unreadable = self.files.look().err().map(|error| told(&error));
         let (told, settings) = self.files.settings();

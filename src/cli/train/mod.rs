@@ -372,7 +372,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
     let (save, effective) = (args.save.clone(), std::mem::take(&mut args.effective));
-    let Watched { sinks, _server } = args.watch.open(&args.update.run)?;
+    let Watched { sinks, servers: _servers } = args.watch.open(&args.update.run, &save)?;
     let learner = learner(&args)?;
     let options = train_options(args)?;
     let show = Show::new(options.num_rollout);

@@ -1,5 +1,6 @@
 //! Where else `driftless train` tells how the run is doing.
 
+use crate::cli::dashboard;
 #[cfg(feature = "torch")]
 use crate::cli::shared::error::Error;
 use crate::cli::shared::error::Result;
@@ -9,7 +10,7 @@ use driftless::http::Server;
 use driftless::trainer::door::Listen;
 use driftless::trainer::events::{Prometheus, Sink, TensorBoard};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
 #[command(next_help_heading = "Watching")]
@@ -17,19 +18,23 @@ pub(super) struct WatchArgs {
     /// Directory for TensorBoard's event files, with the scalars of metrics.jsonl.
     #[arg(long, value_name = "DIR")]
     tensorboard_dir: Option<PathBuf>,
-    /// Address at which Prometheus reads the run's figures: GET /metrics. Port 0: the system chooses, and the address is
+    /// Address of a page that shows the run, as `driftless dashboard` does. Port 0: the system chooses, and the address is
     /// printed.
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR:PORT", group = "watched")]
+    dashboard: Option<SocketAddr>,
+    /// Address at which Prometheus reads the run's figures: GET /metrics. Port 0 as above.
+    #[arg(long, value_name = "ADDR:PORT", group = "watched")]
     metrics_listen: Option<SocketAddr>,
-    /// File holding the token that it has to bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
-    #[arg(long, value_name = "FILE", requires = "metrics_listen")]
-    metrics_token_file: Option<PathBuf>,
+    /// File holding the token that viewers and Prometheus have to bring; needed to listen beyond loopback [default:
+    /// DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", requires = "watched")]
+    watch_token_file: Option<PathBuf>,
 }
 
 /// What was asked for; it is told, and read, until this is dropped.
 pub(super) struct Watched {
     pub(super) sinks: Vec<Box<dyn Sink>>,
-    pub(super) _server: Option<Server>,
+    pub(super) servers: Vec<Server>,
 }
 
 impl WatchArgs {
@@ -38,6 +43,7 @@ impl WatchArgs {
     pub(super) fn check_sft(&self) -> Result<()> {
         let asked = [
             ("--tensorboard-dir", self.tensorboard_dir.is_some()),
+            ("--dashboard", self.dashboard.is_some()),
             ("--metrics-listen", self.metrics_listen.is_some()),
         ];
         match asked.into_iter().find(|(_, asked)| *asked) {
@@ -46,19 +52,26 @@ impl WatchArgs {
         }
     }
 
-    /// Opens what was asked for, for the run of this name.
-    pub(super) fn open(&self, run: &str) -> Result<Watched> {
-        let mut sinks: Vec<Box<dyn Sink>> = Vec::new();
+    /// Opens what was asked for, for the run of this name and directory.
+    pub(super) fn open(&self, run: &str, save: &Path) -> Result<Watched> {
+        let mut watched = Watched { sinks: Vec::new(), servers: Vec::new() };
         if let Some(dir) = &self.tensorboard_dir {
             paths::check_place("--tensorboard-dir", dir)?;
-            sinks.push(Box::new(TensorBoard::new(dir)));
+            watched.sinks.push(Box::new(TensorBoard::new(dir)));
         }
-        let Some(addr) = self.metrics_listen else { return Ok(Watched { sinks, _server: None }) };
-        let token = keys::secret(self.metrics_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        let page = Prometheus::new(run);
-        let server = page.serve(&Listen { addr, token })?;
-        say(&format!("rl: metrics at http://{}/metrics", server.addr()));
-        sinks.push(Box::new(page));
-        Ok(Watched { sinks, _server: Some(server) })
+        let token = || keys::secret(self.watch_token_file.as_deref(), "DRIFTLESS_TOKEN");
+        if let Some(addr) = self.dashboard {
+            let server = dashboard::serve_run(save, addr, token()?)?;
+            say(&format!("rl: dashboard at http://{}", server.addr()));
+            watched.servers.push(server);
+        }
+        if let Some(addr) = self.metrics_listen {
+            let page = Prometheus::new(run);
+            let server = page.serve(&Listen { addr, token: token()? })?;
+            say(&format!("rl: metrics at http://{}/metrics", server.addr()));
+            watched.sinks.push(Box::new(page));
+            watched.servers.push(server);
+        }
+        Ok(watched)
     }
 }
