@@ -198,9 +198,9 @@ def cancelled(id, ask):
 
 #[tokio::test(flavor = "multi_thread")]
 async fn late_answer_is_cancelled_and_names_the_deadline() {
-    let room = Room::fake("def told(id, ask):\n if id > 1: say(id=id, samples=[{}])", 5).await;
+    let room = Room::fake("def told(id, ask):\n if id > 1: say(id=id, samples=[{}])", 10).await;
     let words = room.answer(0).await.unwrap_err();
-    assert!(words.contains("nothing after 5 s") && words.contains("--custom-generate-command"), "{words}");
+    assert!(words.contains("nothing after 10 s") && words.contains("--custom-generate-command"), "{words}");
     is_right(&room.answer(1).await);
     assert_eq!(room.starts(), 1);
 }
@@ -212,8 +212,8 @@ def told(id, ask):
     if not first: say(id=id, samples=[{}])
 def cancelled(id, ask): pass
 ";
-    let room = Room::fake(hangs, 3).await;
-    assert!(room.answer(0).await.unwrap_err().contains("nothing after 3 s"));
+    let room = Room::fake(hangs, 8).await;
+    assert!(room.answer(0).await.unwrap_err().contains("nothing after 8 s"));
     while room.starts() == 1 {
         // Those that wait for it are late with it, or begin again.
         let _ = room.answer(1).await;
