@@ -141,11 +141,14 @@ impl State {
     }
 }
 
+/// Labels with their values.
+type Labels = Vec<(&'static str, String)>;
+
 /// Samples that have one name.
 struct Family {
     kind: &'static str,
     help: String,
-    samples: Vec<(Vec<(&'static str, String)>, f64)>,
+    samples: Vec<(Labels, f64)>,
 }
 
 /// The scalars of the last step, each by the name that `metrics.jsonl` has, in seconds where that has milliseconds.
@@ -181,7 +184,7 @@ fn step_figures(page: &mut Page, step: &StepMetrics) {
 }
 
 /// The name of a figure, what its value is multiplied by, and its labels.
-fn named(path: &[String]) -> Option<(String, f64, Vec<(&'static str, String)>)> {
+fn named(path: &[String]) -> Option<(String, f64, Labels)> {
     let path: Vec<&str> = path.iter().map(String::as_str).collect();
     let bare = |name: &str| Some(with_unit(name)).map(|(name, scale)| (name, scale, Vec::new()));
     let by = |what, name: &str, why: &[&str]| vec![(what, name.to_owned()), ("why", why.concat())];
