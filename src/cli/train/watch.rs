@@ -6,6 +6,7 @@ use crate::cli::shared::error::Error;
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::say;
 use crate::cli::shared::{keys, paths};
+use clap::ArgGroup;
 use driftless::http::Server;
 use driftless::trainer::door::Listen;
 use driftless::trainer::events::{Prometheus, Sink, TensorBoard};
@@ -14,16 +15,17 @@ use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
 #[command(next_help_heading = "Watching")]
+#[command(group = ArgGroup::new("watched").multiple(true).args(["dashboard", "metrics_listen"]))]
 pub(super) struct WatchArgs {
     /// Directory for TensorBoard's event files, with the scalars of metrics.jsonl.
     #[arg(long, value_name = "DIR")]
     tensorboard_dir: Option<PathBuf>,
     /// Address of a page that shows the run, as `driftless dashboard` does. Port 0: the system chooses, and the address is
     /// printed.
-    #[arg(long, value_name = "ADDR:PORT", group = "watched")]
+    #[arg(long, value_name = "ADDR:PORT")]
     dashboard: Option<SocketAddr>,
     /// Address at which Prometheus reads the run's figures: GET /metrics. Port 0 as above.
-    #[arg(long, value_name = "ADDR:PORT", group = "watched")]
+    #[arg(long, value_name = "ADDR:PORT")]
     metrics_listen: Option<SocketAddr>,
     /// File holding the token that viewers and Prometheus have to bring; needed to listen beyond loopback [default:
     /// DRIFTLESS_TOKEN].
