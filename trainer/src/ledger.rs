@@ -17,7 +17,7 @@ use crate::lines::{self, Lines, Opened};
 use crate::options::LearnOptions;
 
 /// Its name.
-const FILE: &str = "ledger.jsonl";
+pub const FILE: &str = "ledger.jsonl";
 /// Hex digits of a sample's digest: enough to find a change, and short beside the sample.
 const DIGEST_DIGITS: usize = 16;
 

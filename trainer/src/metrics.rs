@@ -1,4 +1,4 @@
-//! What a step did, one JSON line a step: the data of the final table and of the report's plots.
+//! What a step did, one JSON line a step: the data of the final table and of the dashboard's charts.
 
 use crate::error::{Error, Result, io};
 use crate::goodput::Goodput;
@@ -10,6 +10,9 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+
+/// Name of the file in the run's directory.
+pub const METRICS: &str = "metrics.jsonl";
 
 /// One turn of the loop. Durations are in milliseconds, sizes in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

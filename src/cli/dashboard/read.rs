@@ -3,7 +3,9 @@
 use super::lines::{Came, Lines, text};
 use crate::cli::shared::error::{Error, Result};
 use driftless::store::redact;
-use driftless::trainer::events::EVENTS;
+use driftless::trainer::events::{EARLIER, EVENTS};
+use driftless::trainer::ledger;
+use driftless::trainer::metrics::METRICS;
 use serde::ser::SerializeSeq as _;
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
@@ -53,14 +55,14 @@ impl Files {
         let lines = |name: &str| Lines::new(dir.join(name));
         let mut files = Files {
             dir: dir.to_owned(),
-            metrics: lines("metrics.jsonl"),
+            metrics: lines(METRICS),
             events: lines(EVENTS),
-            ledger: lines("ledger.jsonl"),
+            ledger: lines(ledger::FILE),
             table: Table { stride: 1, ..Table::default() },
             facts: Facts::default(),
             taken: Taken::default(),
         };
-        let mut earlier = lines("events.1.jsonl");
+        let mut earlier = lines(EARLIER);
         earlier.look(&mut |came| files.facts.take(came))?;
         files.events.damaged = earlier.damaged;
         files.look()?;

@@ -6,7 +6,8 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::paths;
 use driftless::buffer::{self, Kind, Reader, Record};
-use driftless::trainer::metrics::StepMetrics;
+use driftless::trainer::events::{EARLIER, EVENTS};
+use driftless::trainer::metrics::{METRICS, StepMetrics};
 use rows::Trace;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -17,10 +18,6 @@ use std::path::{Path, PathBuf};
 
 /// Longest line of metrics or events that is read; pieces of a longer one count as damaged.
 const LINE_BYTES_MAX: u64 = 16 << 20;
-/// What steps did.
-const METRICS: &str = "metrics.jsonl";
-/// What happened, oldest first.
-const EVENTS: [&str; 2] = ["events.1.jsonl", "events.jsonl"];
 
 /// Write when everything in a run happened, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 #[derive(clap::Args)]
@@ -56,7 +53,7 @@ fn steps(text: &str) -> std::result::Result<Range<u64>, String> {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_dir("RUN", &args.run)?;
-    if !EVENTS.iter().chain(&[METRICS, "log"]).any(|part| args.run.join(part).exists()) {
+    if ![EARLIER, EVENTS, METRICS, "log"].iter().any(|part| args.run.join(part).exists()) {
         return Err(Error::usage(
             "RUN",
             "a directory with metrics.jsonl, events.jsonl or log",
@@ -113,7 +110,7 @@ fn write(args: &Args, out: impl Write, io: impl Fn(std::io::Error) -> Error) -> 
         let none = || Error::usage("--steps", "some that metrics.jsonl has", "none of them");
         trace.keep(window.ok_or_else(none)?);
     }
-    for name in EVENTS {
+    for name in [EARLIER, EVENTS] {
         traced.damaged_lines += lines(&args.run.join(name), |line| {
             let Ok(fields) = serde_json::from_slice(line) else { return Ok(false) };
             let is_event = trace.event(fields).map_err(&io)?.is_some();

@@ -8,7 +8,8 @@ use super::{Event, Fact, Sink};
 
 /// Its name in the run's directory. What a longer one had before is beside it, as `events.1.jsonl`.
 pub const EVENTS: &str = "events.jsonl";
-const EARLIER: &str = "events.1.jsonl";
+/// Name of the file before it.
+pub const EARLIER: &str = "events.1.jsonl";
 
 /// Size from which on the next file begins.
 const BYTES_MAX: u64 = 64 << 20;

@@ -18,7 +18,7 @@ use serde::{Serialize, Serializer};
 use crate::metrics::{EvalMetrics, StepMetrics, unix_us};
 
 pub use bus::{Bus, Sink};
-pub use file::{EVENTS, EventFile};
+pub use file::{EARLIER, EVENTS, EventFile};
 pub use prometheus::Prometheus;
 pub use tensorboard::TensorBoard;
 

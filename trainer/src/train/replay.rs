@@ -11,7 +11,7 @@ use driftless_transport::manifest::Tables;
 use serde::Serialize;
 
 use super::record::{RunRecord, Start};
-use super::session::{BASELINE, LOG, METRICS};
+use super::session::{BASELINE, LOG};
 use super::take::{self, Ages};
 use super::weights::weights_digest;
 use super::{learn, versions};
@@ -19,7 +19,7 @@ use crate::error::{Error, Result, input, io};
 use crate::learner::{Learner, MODEL, Progress, Weights, Workspace};
 pub use crate::ledger::Recipe;
 use crate::ledger::{self, Learned};
-use crate::metrics::{self, StepMetrics, StepStats};
+use crate::metrics::{self, METRICS, StepMetrics, StepStats};
 
 /// How far figures may be apart, by the larger: reading JSON may move their last digit.
 const NEAR: f64 = 1e-12;

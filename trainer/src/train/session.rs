@@ -29,14 +29,12 @@ use crate::error::{Error, Result, io};
 use crate::events::{Event, Fact, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::{Ledger, Recipe};
-use crate::metrics::{self, Converged, MetricsFile, StepMetrics};
+use crate::metrics::{self, Converged, METRICS, MetricsFile, StepMetrics};
 use crate::options::{Debug, Mode};
 use crate::push::Pusher;
 use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts, open_log};
 use crate::seed::first_bits;
 
-/// The file of what each step did.
-pub(super) const METRICS: &str = "metrics.jsonl";
 /// The loop's cursor in the log.
 const CONSUMER: &str = "trainer";
 /// The directory of the rollout log.
