@@ -61,22 +61,9 @@ pub enum Error {
         /// Why the first was refused; "there are no rows" if there are none.
         first: String,
     },
-    /// The checkpoint's chat template cannot be used.
-    #[error("chat template of {path}: {reason}")]
-    Template {
-        /// Where it was looked for or read.
-        path: PathBuf,
-        /// What is wrong, and what to do.
-        reason: String,
-    },
-    /// The checkpoint's tokenizer cannot be used.
-    #[error("tokenizer {path}: {reason}")]
-    Tokenizer {
-        /// `tokenizer.json`.
-        path: PathBuf,
-        /// The library's answer.
-        reason: String,
-    },
+    /// The checkpoint's chat template or tokenizer cannot be used.
+    #[error(transparent)]
+    Agent(#[from] driftless_agent::Error),
     /// The tokens of a checkpoint are not those of what is to be learned.
     #[error(
         "the tokens of {path} are not the task's: expected {expected}, found {found}; give `prompt_data` of your own, or the checkpoint that goes with the task"

@@ -5,7 +5,6 @@
 //! [`learner::Child`] is any other trainer, as a process of its own.
 
 pub mod advantage;
-mod chat;
 pub mod data;
 pub mod door;
 mod error;
@@ -29,6 +28,6 @@ mod service;
 pub mod tasks;
 mod train;
 
-pub use chat::{ChatTemplate, LossMask};
+pub use driftless_agent::chat::{ChatTemplate, LossMask};
 pub use error::{Error, Result};
 pub use train::{Outcome, TrainOptions, replay, train};

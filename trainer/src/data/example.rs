@@ -10,9 +10,9 @@ use serde_json::value::RawValue;
 
 use super::rows::{Fields, Row, Wanted, Why, fields, said};
 use super::{DataOptions, Place, Tokenizer};
-use crate::chat::{Chat, ChatTemplate, Conversation, LossMask};
 use crate::error::{Result, input, short};
 use crate::sample::Prompt;
+use driftless_agent::chat::{Chat, ChatTemplate, Conversation, LossMask};
 
 /// A prompt to train on.
 #[derive(Debug, Clone)]

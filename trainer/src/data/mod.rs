@@ -6,13 +6,12 @@ mod order;
 mod parquet;
 mod rows;
 mod source;
-mod tokenizer;
 
+pub use driftless_agent::Tokenizer;
 pub use example::{Example, Refused, RowReader};
 pub use order::Order;
 pub use rows::Why;
 pub use source::Source;
-pub use tokenizer::Tokenizer;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,9 +21,9 @@ use rows::Row;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use crate::chat::LossMask;
 use crate::error::{Error, Result, input};
 use crate::options::bounds::{self, count, named};
+use driftless_agent::chat::LossMask;
 
 pub use crate::error::Place;
 

@@ -171,9 +171,9 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::chat::LossMask;
     use crate::data::DataOptions;
     use crate::tasks::tiny;
+    use driftless_agent::chat::LossMask;
 
     fn reader() -> RowReader {
         tiny::reader(DataOptions::default()).unwrap()

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use crate::chat::ChatTemplate;
 use crate::data::{DataOptions, RowReader, Tokenizer};
 use crate::error::Result;
+use driftless_agent::chat::ChatTemplate;
 
 /// The kind of problems that is written in these tokens.
 pub const KIND: &str = "arithmetic";

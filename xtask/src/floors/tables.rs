@@ -145,8 +145,15 @@ pub(super) const HOUSES: &[House] = &[
         floors: &[],
     },
     House {
+        name: "driftless-agent",
+        below: &["driftless-bridge", "driftless-http", "driftless-store"],
+        lines_max: LINES_MAX,
+        floors: &[&["error", "message"], &["chat", "tokenizer"]],
+    },
+    House {
         name: "driftless-trainer",
         below: &[
+            "driftless-agent",
             "driftless-delta",
             "driftless-buffer",
             "driftless-bridge",
@@ -157,7 +164,7 @@ pub(super) const HOUSES: &[House] = &[
         lines_max: LINES_MAX,
         floors: &[
             &["error", "lr", "seed"],
-            &["chat", "door", "lines", "options", "push", "service"],
+            &["door", "lines", "options", "push", "service"],
             &["advantage", "goodput", "ledger", "metrics", "sample", "schedule"],
             &["data", "events", "reward"],
             &["hook", "learner"],

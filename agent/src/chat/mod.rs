@@ -18,8 +18,7 @@ use serde_json::Value as Json;
 
 use crate::error::{Error, Result, io, short};
 
-pub(crate) use mask::Conversation;
-pub use mask::LossMask;
+pub use mask::{Conversation, LossMask};
 use text::{TEXT_BYTES_MAX, Text};
 
 /// Name of the template that is used where messages come with tools.
@@ -32,13 +31,14 @@ const SPECIAL: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// What a template is given to render.
-#[derive(Clone)]
-pub(crate) struct Chat<'a> {
-    pub(crate) messages: Value,
+#[derive(Debug, Clone)]
+pub struct Chat<'a> {
+    /// A list of messages.
+    pub messages: Value,
     /// A list of JSON schemas.
-    pub(crate) tools: Option<Value>,
+    pub tools: Option<Value>,
     /// A map of what else the template may ask for.
-    pub(crate) variables: Option<&'a Value>,
+    pub variables: Option<&'a Value>,
 }
 
 /// The chat template of a checkpoint, with the special tokens that it can name.
@@ -130,7 +130,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// What the template says, or what it does that it must not.
-    pub(crate) fn render(&self, chat: Chat<'_>) -> Result<String, String> {
+    pub fn render(&self, chat: Chat<'_>) -> Result<String, String> {
         self.render_as("", chat, true)
     }
 

@@ -24,9 +24,12 @@ pub enum LossMask {
 }
 
 /// A rendered conversation, and the bytes of it that are learned.
-pub(crate) struct Conversation {
-    pub(crate) text: String,
-    pub(crate) learned: Vec<Range<usize>>,
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Conversation {
+    /// All of it.
+    pub text: String,
+    /// Ascending ranges of bytes.
+    pub learned: Vec<Range<usize>>,
 }
 
 /// What stands for the two tags in a rendered text. Both are of Unicode's private use.
@@ -40,7 +43,10 @@ impl ChatTemplate {
     /// Renders all of `messages`, without the start of another answer.
     ///
     /// A message of the assistant whose `step_loss_mask` is not 1 is not learned.
-    pub(crate) fn conversation(&self, chat: &Chat<'_>, mask: LossMask) -> Result<Conversation, String> {
+    ///
+    /// # Errors
+    /// What the template says, and that turns of the assistant cannot be told from the rest.
+    pub fn conversation(&self, chat: &Chat<'_>, mask: LossMask) -> Result<Conversation, String> {
         let messages = all(&chat.messages)?;
         let turns: Vec<bool> = messages.iter().filter(|message| is_assistant(message)).map(learns).collect();
         let mut conversation = match mask {
