@@ -32,6 +32,14 @@ pub enum Error {
         /// What is wrong, and what to do.
         reason: String,
     },
+    /// The journal of sessions cannot be used.
+    #[error("journal {path}: {reason}")]
+    Journal {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        reason: String,
+    },
     /// The checkpoint's tokenizer cannot be used.
     #[error("tokenizer {path}: {reason}")]
     Tokenizer {

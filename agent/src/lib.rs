@@ -2,8 +2,15 @@
 
 pub mod chat;
 mod error;
+mod family;
+mod journal;
 pub mod message;
+pub mod session;
+pub mod sessions;
 mod tokenizer;
 
 pub use error::{Error, Result};
+pub use family::Family;
+pub use journal::Journal;
+pub use sessions::Sessions;
 pub use tokenizer::Tokenizer;

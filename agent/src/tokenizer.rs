@@ -4,6 +4,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use driftless_store::os::regular;
+use tokenizers::PreTokenizedString;
+use tokenizers::tokenizer::{Model as _, NormalizedString, Normalizer as _, OffsetType, PreTokenizer as _};
 
 use crate::error::{Error, Result};
 
@@ -63,6 +65,73 @@ impl Tokenizer {
         };
         let ids = encoding.get_ids().iter().map(|id| *id as i32).collect();
         Ok((ids, encoding.get_offsets().iter().map(inside).collect()))
+    }
+
+    /// Ids of `text`, in which no spelling of an added token becomes that token.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::encode`].
+    pub fn encode_plain(&self, text: &str) -> Result<Vec<i32>> {
+        self.plain(text).map_err(|error| self.refused(error.as_ref()))
+    }
+
+    fn plain(&self, text: &str) -> tokenizers::Result<Vec<i32>> {
+        let mut normalized = NormalizedString::from(text);
+        if let Some(normalizer) = self.inner.get_normalizer() {
+            normalizer.normalize(&mut normalized)?;
+        }
+        let mut pieces = PreTokenizedString::from(normalized);
+        if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(&mut pieces)?;
+        }
+        let model = self.inner.get_model();
+        pieces.tokenize(|piece| model.tokenize(piece.get()))?;
+        let encoding = pieces.into_encoding(None, 0, OffsetType::Byte)?;
+        Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
+    }
+
+    /// Ids of `text` without the letter `mark`. A spelling of an added token that has one inside stays plain text;
+    /// others become that token.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::encode`].
+    pub(crate) fn encode_guarded(&self, text: &str, mark: Option<char>) -> Result<Vec<i32>> {
+        let Some(mark) = mark.filter(|mark| text.contains(*mark)) else { return self.encode(text) };
+        let encoding = self.inner.encode(text, false).map_err(|error| self.refused(error.as_ref()))?;
+        let added = self.inner.get_added_tokens_decoder();
+        let (mut ids, mut run) = (Vec::new(), 0);
+        for (id, (start, end)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+            // A model may answer an added token for a letter that it does not have.
+            if added.get(id).is_some_and(|token| text[*start..*end].trim() == token.content.trim()) {
+                ids.extend(self.encode_plain(&text[run..*start].replace(mark, ""))?);
+                ids.push(*id as i32);
+                run = *end;
+            }
+        }
+        ids.extend(self.encode_plain(&text[run..].replace(mark, ""))?);
+        Ok(ids)
+    }
+
+    /// Spellings of the added tokens that no client may write, with their ids: special ones, and others of three
+    /// letters or more.
+    pub(crate) fn guarded(&self) -> Vec<(String, i32)> {
+        let added = self.inner.get_added_tokens_decoder();
+        let kept = added.iter().filter(|(_, token)| {
+            token.special || (token.content.chars().count() > 2 && !token.content.trim().is_empty())
+        });
+        let mut kept: Vec<_> = kept.map(|(id, token)| (token.content.clone(), *id as i32)).collect();
+        kept.sort();
+        kept
+    }
+
+    /// The id of a token by its spelling.
+    pub(crate) fn id(&self, token: &str) -> Option<i32> {
+        self.inner.token_to_id(token).map(|id| id as i32)
+    }
+
+    /// An error that names this tokenizer.
+    pub(crate) fn unusable(&self, reason: String) -> Error {
+        Error::Tokenizer { path: self.path.clone(), reason }
     }
 
     /// The text of `ids`, without special tokens; an id that it does not have adds nothing.

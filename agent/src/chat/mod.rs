@@ -134,8 +134,19 @@ impl ChatTemplate {
         self.render_as("", chat, true)
     }
 
+    /// Where it was read.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether its text has `part`, which says what it is for.
+    pub(crate) fn mentions(&self, part: &str) -> bool {
+        self.environment.templates().any(|(_, template)| template.source().contains(part))
+    }
+
     /// Renders through the template whose name ends with `suffix`, with the start of an answer if `prompt`.
-    fn render_as(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
+    pub(crate) fn render_as(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
         on_deep_stack(|| self.render_here(suffix, chat, prompt))
             .unwrap_or_else(|error| Err(format!("no thread to render it: {error}")))
     }

@@ -148,7 +148,13 @@ pub(super) const HOUSES: &[House] = &[
         name: "driftless-agent",
         below: &["driftless-bridge", "driftless-http", "driftless-store"],
         lines_max: LINES_MAX,
-        floors: &[&["error", "message"], &["chat", "tokenizer"]],
+        floors: &[
+            &["error", "message"],
+            &["chat", "journal", "tokenizer"],
+            &["family"],
+            &["session"],
+            &["sessions"],
+        ],
     },
     House {
         name: "driftless-trainer",

@@ -1,0 +1,62 @@
+//! Llama 3.1 and later: headers, and calls that are the whole answer.
+
+use serde_json::Value;
+
+use super::{Rules, called};
+use crate::message::ToolCall;
+
+/// Calls are JSON objects, one after the other, without text around them.
+pub(super) const RULES: Rules = Rules {
+    name: "Llama 3",
+    sign: "<|start_header_id|>",
+    end: "<|eot_id|>",
+    stops: &["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
+    seam: "",
+    // Tools stand in the message of the system: the template takes whatever message is first for the user's.
+    variables: &[("tools_in_user_message", false)],
+    many_calls: false,
+    calls,
+    spell,
+};
+
+fn calls(text: &str) -> (String, Vec<(String, Value)>) {
+    let (mut calls, mut rest) = (Vec::new(), text.trim());
+    while rest.starts_with('{') {
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
+        let call = values.next().and_then(Result::ok).and_then(called);
+        let end = values.byte_offset();
+        let Some(call) = call else { break };
+        calls.push(call);
+        rest = rest[end..].trim_start_matches([';', ' ', '\n']);
+    }
+    if rest.is_empty() && !calls.is_empty() {
+        return (String::new(), calls);
+    }
+    (text.to_owned(), Vec::new())
+}
+
+fn spell(call: &ToolCall) -> String {
+    serde_json::json!({"name": call.name, "parameters": call.arguments}).to_string() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_is_calls_or_it_is_text() {
+        let (ls, pwd) =
+            (r#"{"name": "ls", "parameters": {"path": "/"}}"#, r#"{"name": "pwd", "parameters": {}}"#);
+        let expected = [("ls".to_owned(), json!({"path": "/"})), ("pwd".to_owned(), json!({}))];
+        for between in ["; ", "\n", ""] {
+            assert_eq!(calls(&format!("{ls}{between}{pwd}")), (String::new(), expected.to_vec()));
+        }
+        for text in
+            ["{\"a\": 1}", "{\"name\": \"cut", "I call {\"name\": \"ls\"}", "", "{\"name\": \"ls\"} now"]
+        {
+            assert_eq!(calls(text), (text.to_owned(), Vec::new()));
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! What a family of models has of its own: its marks, how its turns are joined, and how it writes calls and thoughts.
+//!
+//! A family is one file with its [`Rules`].
+
+mod chatml;
+mod guard;
+mod llama3;
+mod said;
+
+use std::path::Path;
+
+use minijinja::Value as Rendered;
+use serde_json::{Value, json};
+
+use crate::chat::{Chat, ChatTemplate};
+use crate::error::{Error, Result};
+use crate::message::{Message, Refusal, Role, ToolCall};
+use crate::tokenizer::Tokenizer;
+use guard::{Guard, Guarded};
+pub(crate) use said::Said;
+
+/// All families.
+const FAMILIES: [&Rules; 2] = [&chatml::RULES, &llama3::RULES];
+
+/// What a family does its own way.
+struct Rules {
+    /// Its name in messages.
+    name: &'static str,
+    /// A token that its templates write, and that no other family has.
+    sign: &'static str,
+    /// The token that ends a turn.
+    end: &'static str,
+    /// All tokens that end an answer. Those that a tokenizer does not have are left out.
+    stops: &'static [&'static str],
+    /// What the template writes between the end of a turn and the next one.
+    seam: &'static str,
+    /// Variables of its templates.
+    variables: &'static [(&'static str, bool)],
+    /// Whether its templates write several calls of one message.
+    many_calls: bool,
+    /// Content and calls of a sampled text, thoughts taken out.
+    calls: fn(&str) -> (String, Vec<(String, Value)>),
+    /// A call as the model writes it.
+    spell: fn(&ToolCall) -> String,
+}
+
+/// A checkpoint's template and tokenizer with the rules of their family.
+#[derive(Debug)]
+pub struct Family {
+    rules: &'static Rules,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    guard: Guard,
+    stops: Vec<i32>,
+    /// Whether the template writes tools, calls and answers of tools.
+    has_tools: bool,
+    /// Whether it takes a message of the system behind others.
+    system_anywhere: bool,
+}
+
+impl std::fmt::Debug for Rules {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// What stands before a suffix while it is rendered.
+const BEFORE: &str = "(before)";
+
+impl Family {
+    /// Reads template and tokenizer of a checkpoint directory and finds their family.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::open`], [`Tokenizer::open`] and [`Family::new`].
+    pub fn open(checkpoint: &Path) -> Result<Self> {
+        Self::new(ChatTemplate::open(checkpoint)?, Tokenizer::open(checkpoint)?)
+    }
+
+    /// The family of a template and its tokenizer.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if none fits, [`Error::Tokenizer`] if plain text could become a special token.
+    pub fn new(template: ChatTemplate, tokenizer: Tokenizer) -> Result<Self> {
+        let fits = |rules: &&&Rules| {
+            template.mentions(rules.sign)
+                && [rules.sign, rules.end].iter().all(|token| tokenizer.id(token).is_some())
+        };
+        let Some(rules) = FAMILIES.iter().find(fits) else {
+            let known: Vec<_> = FAMILIES.iter().map(|rules| rules.name).collect();
+            let reason = format!(
+                "it is of no known family ({}): expected its marks in the template and among the tokens",
+                known.join(", ")
+            );
+            return Err(Error::Template { path: template.path().to_owned(), reason });
+        };
+        let stops = rules.stops.iter().filter_map(|stop| tokenizer.id(stop)).collect();
+        let has_tools = template.mentions("tools");
+        let guard = Guard::new(&tokenizer)?;
+        let mut family =
+            Family { rules, template, tokenizer, guard, stops, has_tools, system_anywhere: true };
+        let system = Message { role: Role::System, ..text(BEFORE) };
+        family.system_anywhere = matches!(family.behind(&[system, text(BEFORE)], true), Ok(Some(_)));
+        Ok(family)
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.rules.name
+    }
+
+    /// Ids of tokens that end an answer.
+    #[must_use]
+    pub fn stops(&self) -> &[i32] {
+        &self.stops
+    }
+
+    /// Ids of a whole conversation with the start of an answer.
+    pub(crate) fn root(&self, messages: &[Message], tools: &[Value]) -> Result<Vec<i32>, Refusal> {
+        let guarded = self.guarded(messages, tools);
+        let text = self.render(&guarded.messages, &guarded.tools, true).map_err(invalid)?;
+        self.encode(&text, guarded.mark)
+    }
+
+    /// Ids of messages behind an answer, with the start of the next one. `closed` tells whether the answer ended with
+    /// its token, which is put in otherwise. None if the template writes them otherwise beside other messages.
+    pub(crate) fn behind(&self, messages: &[Message], closed: bool) -> Result<Option<Vec<i32>>, Refusal> {
+        let mut with = vec![text(BEFORE)];
+        let guarded = self.guarded(messages, &[]);
+        with.extend(guarded.messages);
+        let before = self.render(&with[..1], &[], false).map_err(invalid)?;
+        let all = self.render(&with, &[], true).map_err(invalid)?;
+        let Some(suffix) = all.strip_prefix(&before) else { return Ok(None) };
+        let end = if closed { "" } else { self.rules.end };
+        self.encode(&[end, self.rules.seam, suffix].concat(), guarded.mark).map(Some)
+    }
+
+    fn encode(&self, text: &str, mark: Option<char>) -> Result<Vec<i32>, Refusal> {
+        self.tokenizer.encode_guarded(text, mark).map_err(|error| invalid(error.to_string()))
+    }
+
+    /// Messages and tools as the template takes them, with what clients wrote marked.
+    fn guarded(&self, messages: &[Message], tools: &[Value]) -> Guarded {
+        let Guarded { messages, tools, mark } = self.guard.guard(messages, tools);
+        let mut taken: Vec<Message> = Vec::with_capacity(messages.len());
+        for (at, mut message) in messages.into_iter().enumerate() {
+            let is_many = message.calls.len() > 1 && !self.rules.many_calls;
+            if !self.has_tools || is_many {
+                message.content.extend(message.calls.iter().map(self.rules.spell));
+                message.calls.clear();
+            }
+            if message.role == Role::System && at > 0 && !self.system_anywhere {
+                message.role = Role::User;
+            }
+            if message.role == Role::Tool && !self.has_tools {
+                message.role = Role::User;
+                message.content = format!("<tool_response>\n{}\n</tool_response>", message.content);
+            }
+            taken.push(message);
+        }
+        if !self.has_tools && !tools.is_empty() {
+            let told = toolbox(&tools);
+            match taken.first_mut().filter(|first| first.role == Role::System) {
+                Some(first) => first.content = format!("{}\n\n{told}", first.content),
+                None => taken.insert(0, Message { role: Role::System, ..text(&told) }),
+            }
+            return Guarded { messages: taken, tools: Vec::new(), mark };
+        }
+        Guarded { messages: taken, tools, mark }
+    }
+
+    fn render(&self, messages: &[Message], tools: &[Value], prompt: bool) -> Result<String, String> {
+        let messages = messages.iter().map(|message| ordered(&written(message)));
+        let variables = Rendered::from_pairs(self.rules.variables.iter().copied());
+        let chat = Chat {
+            messages: messages.collect(),
+            tools: (!tools.is_empty()).then(|| tools.iter().map(ordered).collect()),
+            variables: Some(&variables),
+        };
+        self.template.render_as("", chat, prompt)
+    }
+}
+
+/// A message as templates know it.
+fn written(message: &Message) -> Value {
+    let mut written = json!({"role": message.role, "content": message.content});
+    if let Some(reasoning) = message.reasoning.as_ref().filter(|reasoning| !reasoning.is_empty()) {
+        written["reasoning_content"] = json!(reasoning);
+    }
+    if !message.calls.is_empty() {
+        let call = |call: &ToolCall| {
+            let function = json!({"name": call.name, "arguments": call.arguments});
+            json!({"type": "function", "id": call.id, "function": function})
+        };
+        written["tool_calls"] = message.calls.iter().map(call).collect();
+    }
+    if let Some(id) = &message.call_id {
+        written["tool_call_id"] = json!(id);
+    }
+    written
+}
+
+/// Members of tools and of their schemas in the order in which models have read them; others follow in theirs.
+fn ordered(value: &Value) -> Rendered {
+    const FIRST: [&str; 7] =
+        ["type", "function", "name", "description", "parameters", "properties", "required"];
+    match value {
+        Value::Array(elements) => elements.iter().map(ordered).collect(),
+        Value::Object(members) => {
+            let mut members: Vec<_> = members.iter().collect();
+            members
+                .sort_by_key(|(key, _)| FIRST.iter().position(|first| first == key).unwrap_or(FIRST.len()));
+            Rendered::from_pairs(members.into_iter().map(|(key, value)| (key.as_str(), ordered(value))))
+        }
+        Value::Null => Rendered::from(()),
+        Value::Bool(is) => Rendered::from(*is),
+        Value::Number(number) => match (number.as_i64(), number.as_u64()) {
+            (Some(number), _) => Rendered::from(number),
+            (_, Some(number)) => Rendered::from(number),
+            _ => Rendered::from(number.as_f64().unwrap_or(f64::NAN)),
+        },
+        Value::String(text) => Rendered::from(text.as_str()),
+    }
+}
+
+/// What a model is told of its tools where the template has no words for them.
+fn toolbox(tools: &[Value]) -> String {
+    let tools: Vec<String> = tools.iter().map(|tool| format!("{tool}\n")).collect();
+    format!(
+        "You may call functions. Their signatures:\n<tools>\n{}</tools>\n\nA call is a JSON object with its name and \
+         arguments:\n<tool_call>\n{{\"name\": …, \"arguments\": {{…}}}}\n</tool_call>",
+        tools.concat()
+    )
+}
+
+/// A message of a user.
+fn text(content: &str) -> Message {
+    Message {
+        role: Role::User,
+        content: content.to_owned(),
+        reasoning: None,
+        calls: Vec::new(),
+        call_id: None,
+    }
+}
+
+fn invalid(reason: String) -> Refusal {
+    Refusal::Invalid(reason)
+}
+
+/// Name and arguments of a call that a model wrote as a JSON object.
+fn called(mut call: Value) -> Option<(String, Value)> {
+    let name = call.get("name")?.as_str()?.to_owned();
+    let arguments = ["arguments", "parameters"].iter().find_map(|key| call.get_mut(*key).map(Value::take));
+    let arguments = match arguments.unwrap_or_else(|| json!({})) {
+        Value::String(text) => match serde_json::from_str(&text) {
+            Ok(Value::Object(members)) => Value::Object(members),
+            _ => Value::String(text),
+        },
+        Value::Object(members) => Value::Object(members),
+        other => Value::String(other.to_string()),
+    };
+    Some((name, arguments))
+}

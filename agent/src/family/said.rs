@@ -1,0 +1,78 @@
+//! What a model said, out of its tokens.
+
+use super::Family;
+use crate::error::Result;
+use crate::message::{Ended, Message, Role, ToolCall};
+
+const THINK: &str = "<think>";
+const THOUGHT: &str = "</think>";
+
+/// An answer as clients see it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Said {
+    pub(crate) message: Message,
+    pub(crate) ended: Ended,
+}
+
+impl Family {
+    /// Reads sampled tokens. Calls get ids that begin with `call_id`; a text of `stop` ends the answer before it.
+    pub(crate) fn said(&self, ids: &[i32], is_cut: bool, stop: &[String], call_id: &str) -> Result<Said> {
+        let body = if self.is_closed(ids) { &ids[..ids.len() - 1] } else { ids };
+        let mut text = self.tokenizer.decode(body)?;
+        let mut ended = if is_cut { Ended::Length } else { Ended::Stop };
+        let stops = stop.iter().filter(|stop| !stop.is_empty());
+        if let Some(at) = stops.filter_map(|stop| text.find(stop.as_str())).min() {
+            text.truncate(at);
+            ended = Ended::StopText;
+        }
+        let (reasoning, rest) = thoughts(&text);
+        let (content, calls) = (self.rules.calls)(rest);
+        if !calls.is_empty() && ended == Ended::Stop {
+            ended = Ended::ToolCalls;
+        }
+        let id = |at: usize| format!("{call_id}_{at}");
+        let calls = calls.into_iter().enumerate();
+        let calls = calls.map(|(at, (name, arguments))| ToolCall { id: id(at), name, arguments }).collect();
+        Ok(Said {
+            message: Message { role: Role::Assistant, content, reasoning, calls, call_id: None },
+            ended,
+        })
+    }
+
+    /// Whether sampled tokens end with one that ends an answer.
+    pub(crate) fn is_closed(&self, ids: &[i32]) -> bool {
+        ids.last().is_some_and(|last| self.stops.contains(last))
+    }
+}
+
+/// Thoughts, and what stands behind them. A template may have begun them, and a bound on tokens may have cut them.
+fn thoughts(text: &str) -> (Option<String>, &str) {
+    let begun = text.trim_start().strip_prefix(THINK);
+    match text.split_once(THOUGHT) {
+        Some((before, after)) => {
+            let before = before.trim_start().strip_prefix(THINK).unwrap_or(before);
+            (kept(before), after.trim_start_matches('\n'))
+        }
+        None if begun.is_some() => (kept(begun.unwrap_or_default()), ""),
+        None => (None, text),
+    }
+}
+
+fn kept(thoughts: &str) -> Option<String> {
+    Some(thoughts.trim_matches('\n').to_owned()).filter(|thoughts| !thoughts.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thoughts_stand_before_the_answer() {
+        let thought = |text: &str| Some(text.to_owned());
+        assert_eq!(thoughts("<think>\nhm\n</think>\n\nYes"), (thought("hm"), "Yes"));
+        assert_eq!(thoughts("hm\n</think>\nYes"), (thought("hm"), "Yes"));
+        assert_eq!(thoughts("<think>\n\n</think>\n\nYes"), (None, "Yes"));
+        assert_eq!(thoughts("<think>hm"), (thought("hm"), ""));
+        assert_eq!(thoughts("Yes\n"), (None, "Yes\n"));
+    }
+}

@@ -1,0 +1,118 @@
+//! A file of records that are durable before anybody is told of them. Records that wait at once share one
+//! `fdatasync`.
+
+mod frame;
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+use tokio::sync::{mpsc, oneshot};
+
+use crate::error::{Error, Result, io};
+
+/// Records that wait at most; others wait for a place.
+const WAITING_MAX: usize = 1024;
+/// A group is written once it has as many bytes.
+const GROUP_BYTES: usize = 4 << 20;
+
+/// An open journal. It is locked for this process.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    entries: mpsc::Sender<Entry>,
+}
+
+/// A record, and who waits for it.
+struct Entry {
+    record: Vec<u8>,
+    done: oneshot::Sender<Result<(), String>>,
+}
+
+impl Journal {
+    /// Opens or makes it; returns its records. What a crash left half written, nobody was told of, and it is cut off.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Journal`] if another process has it, or if a record before the last ones is damaged.
+    pub fn open(path: &Path) -> Result<(Self, Vec<Vec<u8>>)> {
+        let (file, records) = recover(path)?;
+        let (entries, waiting) = mpsc::channel(WAITING_MAX);
+        let thread = std::thread::Builder::new().name("session journal".to_owned());
+        thread.spawn(move || write_groups(file, waiting)).map_err(io("start a thread for", path))?;
+        Ok((Journal { path: path.to_owned(), entries }, records))
+    }
+
+    /// Writes a record; returns once it is durable.
+    ///
+    /// # Errors
+    /// [`Error::Journal`] for a record that is too long, and once the file could not be written: nothing can be
+    /// written after that.
+    pub async fn append(&self, record: Vec<u8>) -> Result<()> {
+        let refused = |reason: String| Error::Journal { path: self.path.clone(), reason };
+        if record.len() > frame::RECORD_BYTES_MAX {
+            let (found, most) = (record.len(), frame::RECORD_BYTES_MAX);
+            return Err(refused(format!("a record of {found} bytes, and at most {most} are kept")));
+        }
+        let (done, written) = oneshot::channel();
+        let gone = |()| refused("its writer has ended".to_owned());
+        self.entries.send(Entry { record, done }).await.map_err(|_| gone(()))?;
+        written.await.map_err(|_| gone(()))?.map_err(refused)
+    }
+}
+
+/// Opens, locks and reads the file, and cuts what a crash left.
+fn recover(path: &Path) -> Result<(File, Vec<Vec<u8>>)> {
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)
+        .map_err(io("open", path))?;
+    let refused = |reason: String| Error::Journal { path: path.to_owned(), reason };
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(std::fs::TryLockError::WouldBlock) => {
+            return Err(refused(
+                "another process has it; end that one, or choose another directory".to_owned(),
+            ));
+        }
+        Err(std::fs::TryLockError::Error(error)) => return Err(io("lock", path)(error)),
+    }
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).map_err(io("read", path))?;
+    let (records, end) = frame::read(&bytes).map_err(refused)?;
+    if end < bytes.len() {
+        tracing::warn!(path = %path.display(), bytes = bytes.len() - end, "cut the unfinished end of the journal");
+    }
+    file.set_len(end as u64).map_err(io("cut", path))?;
+    file.seek(SeekFrom::Start(end as u64)).map_err(io("read", path))?;
+    file.sync_all().map_err(io("write", path))?;
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        File::open(folder).and_then(|folder| folder.sync_all()).map_err(io("write", folder))?;
+    }
+    Ok((file, records.iter().map(|record| record.to_vec()).collect()))
+}
+
+/// Writes what waits, group by group, until nobody can send any more.
+fn write_groups(mut file: File, mut waiting: mpsc::Receiver<Entry>) {
+    let mut failed: Option<String> = None;
+    while let Some(first) = waiting.blocking_recv() {
+        let mut group = vec![first];
+        let mut bytes = group[0].record.len();
+        while bytes < GROUP_BYTES {
+            let Ok(next) = waiting.try_recv() else { break };
+            bytes += next.record.len();
+            group.push(next);
+        }
+        if failed.is_none() {
+            let written = frame::group(group.iter().map(|entry| entry.record.as_slice()));
+            let written = file.write_all(&written).and_then(|()| file.sync_data());
+            failed = written.err().map(|error| format!("it could not be written: {error}"));
+        }
+        for Entry { done, .. } in group {
+            // Whoever waited may have gone.
+            let _ = done.send(failed.clone().map_or(Ok(()), Err));
+        }
+    }
+}

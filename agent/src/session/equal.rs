@@ -1,0 +1,71 @@
+//! When two messages are the same one.
+
+use serde_json::Value;
+
+use crate::message::{Message, Role, ToolCall};
+
+/// Whether these are the same messages: ids and whatever else clients change as they like do not count.
+pub(super) fn all(a: &[Message], b: &[Message]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| said(a, b) && thoughts(a, b))
+}
+
+/// Whether a client's message is this answer. Clients of OpenAI's protocol give no thoughts back, which is no edit.
+pub(super) fn answers(message: &Message, answer: &Message) -> bool {
+    said(message, answer) && (thought(message).is_empty() || thoughts(message, answer))
+}
+
+/// Whether both thought the same.
+pub(super) fn thoughts(a: &Message, b: &Message) -> bool {
+    thought(a) == thought(b)
+}
+
+fn thought(message: &Message) -> &str {
+    message.reasoning.as_deref().unwrap_or_default()
+}
+
+fn said(a: &Message, b: &Message) -> bool {
+    let call = |(a, b): (&ToolCall, &ToolCall)| a.name == b.name && a.arguments == b.arguments;
+    a.role == b.role
+        && a.content == b.content
+        && a.calls.len() == b.calls.len()
+        && a.calls.iter().zip(&b.calls).all(call)
+}
+
+/// The messages with the answers of tools in the order of their calls. Clients send them as they come.
+pub(super) fn in_order(messages: &[Message]) -> Vec<Message> {
+    let mut messages = messages.to_vec();
+    let mut at = 0;
+    while at < messages.len() {
+        let calls = std::mem::take(&mut messages[at].calls);
+        let answers = messages[at + 1..].iter().take_while(|message| message.role == Role::Tool).count();
+        let place = |message: &Message| {
+            let id = message.call_id.as_ref();
+            calls.iter().position(|call| Some(&call.id) == id).unwrap_or(calls.len())
+        };
+        messages[at + 1..=at + answers].sort_by_key(place);
+        messages[at].calls = calls;
+        at += 1 + answers;
+    }
+    messages
+}
+
+/// About how much memory they take.
+pub(super) fn bytes(messages: &[Message], tools: &[Value]) -> usize {
+    let message = |message: &Message| {
+        let calls =
+            message.calls.iter().map(|call| call.id.len() + call.name.len() + inside(&call.arguments));
+        let id = message.call_id.as_ref().map_or(0, String::len);
+        size_of::<Message>() + message.content.len() + thought(message).len() + id + calls.sum::<usize>()
+    };
+    messages.iter().map(message).sum::<usize>() + tools.iter().map(inside).sum::<usize>()
+}
+
+fn inside(value: &Value) -> usize {
+    size_of::<Value>()
+        + match value {
+            Value::String(text) => text.len(),
+            Value::Array(elements) => elements.iter().map(inside).sum(),
+            Value::Object(members) => members.iter().map(|(key, value)| key.len() + inside(value)).sum(),
+            _ => 0,
+        }
+}

@@ -1,0 +1,356 @@
+//! A session: a tree of turns over columns of tokens that only grow.
+//!
+//! Pure: no clock, no I/O. What was sampled is never encoded again: a prompt is the stored ids of the path that the
+//! conversation takes, and the ids of what is new.
+
+mod equal;
+mod samples;
+
+use driftless_bridge::Generation;
+use driftless_bridge::engine::VersionSpan;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::family::{Family, Said};
+use crate::message::{Answer, Ask, Ended, Message, Refusal, Role};
+pub use samples::Sample;
+
+/// What a session may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Turns of the model.
+    pub turns: usize,
+    /// Tokens, each counted once.
+    pub tokens: usize,
+    /// Bytes of messages and tools.
+    pub bytes: usize,
+}
+
+impl Default for Bounds {
+    /// 4,096 turns, 16 million tokens, 256 MiB.
+    fn default() -> Self {
+        Bounds { turns: 4096, tokens: 16 << 20, bytes: 256 << 20 }
+    }
+}
+
+/// One turn of the model: what stood before it since the turn that it follows, and what was sampled.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Turn {
+    /// The turn that it follows; none if it begins the conversation.
+    pub parent: Option<u32>,
+    /// Of a turn that begins a conversation: its tools.
+    pub tools: Vec<Value>,
+    /// Messages since `parent`, as the client wrote them, answers of tools in the order of their calls.
+    pub messages: Vec<Message>,
+    /// What the model answered, as the client was told.
+    pub answer: Message,
+    /// Why it ended.
+    pub ended: Ended,
+    /// The client's bound on new tokens.
+    pub max_tokens: Option<u32>,
+    /// Texts that end the answer.
+    pub stop: Vec<String>,
+    /// The branch that the client told.
+    pub branch: Option<String>,
+    /// Whether it is a client's housekeeping.
+    pub is_auxiliary: bool,
+    /// Which weights drew which sampled tokens.
+    pub spans: Vec<VersionSpan>,
+    /// URL of the engine that wrote its end.
+    pub engine: String,
+    /// Generations that were drawn for it.
+    pub draws: u64,
+    /// Ids of what stands before the answer, since `parent`.
+    #[serde(skip)]
+    pub given: Vec<i32>,
+    /// Sampled ids.
+    #[serde(skip)]
+    pub sampled: Vec<i32>,
+    /// Their log-probabilities.
+    #[serde(skip)]
+    pub log_probs: Vec<f32>,
+}
+
+/// A turn in a tree. Its tokens are in the columns.
+#[derive(Debug)]
+struct Node {
+    turn: Turn,
+    children: Vec<u32>,
+    /// First column of what was given.
+    start: usize,
+    /// First column of what was sampled.
+    sampled: usize,
+    /// One past its last column.
+    end: usize,
+    /// Tokens of the path from the root, its own with them.
+    path: u64,
+}
+
+/// All turns of a session.
+#[derive(Debug)]
+pub struct Tree {
+    bounds: Bounds,
+    nodes: Vec<Node>,
+    roots: Vec<u32>,
+    ids: Vec<i32>,
+    log_probs: Vec<f32>,
+    bytes: usize,
+    draws: u64,
+}
+
+/// What is to be drawn for an [`Ask`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// The turn that it follows.
+    pub parent: Option<u32>,
+    /// Ids behind that turn.
+    pub given: Vec<i32>,
+    /// Tokens of the path up to that turn.
+    pub cached: u64,
+    messages: Vec<Message>,
+    tools: Vec<Value>,
+    bytes: usize,
+}
+
+/// What a session makes of an [`Ask`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum Seen {
+    /// It was answered before, in this turn.
+    Answered(u32),
+    /// It is to be drawn.
+    New(Plan),
+}
+
+impl Tree {
+    /// An empty one.
+    #[must_use]
+    pub fn new(bounds: Bounds) -> Self {
+        let (nodes, roots, ids, log_probs) = Default::default();
+        Tree { bounds, nodes, roots, ids, log_probs, bytes: 0, draws: 0 }
+    }
+
+    /// Generations that were drawn for its turns.
+    #[must_use]
+    pub fn draws(&self) -> u64 {
+        self.draws
+    }
+
+    /// Finds the place of a conversation, and the ids of what is new in it.
+    ///
+    /// # Errors
+    /// [`Refusal`] of what is no conversation, of what the template refuses, and of a session that is full.
+    pub fn see(&self, family: &Family, ask: &Ask) -> Result<Seen, Refusal> {
+        if ask.messages.last().is_none_or(|last| last.role == Role::Assistant) {
+            let expected = "`messages` whose last one is not the assistant's";
+            return Err(Refusal::Invalid(format!("expected {expected}: answers are not continued")));
+        }
+        let messages = equal::in_order(&ask.messages);
+        let mut rest = messages.as_slice();
+        let mut parent = None;
+        while let Some(next) = self.next(parent, &ask.tools, rest) {
+            rest = &rest[self.nodes[next as usize].turn.messages.len() + 1..];
+            parent = Some(next);
+        }
+        if let Some(found) = self.answered(parent, ask, rest) {
+            return Ok(Seen::Answered(found));
+        }
+        let plan = self.plan(family, ask, &messages, parent, rest)?;
+        self.has_room(&plan)?;
+        Ok(Seen::New(plan))
+    }
+
+    fn plan(
+        &self,
+        family: &Family,
+        ask: &Ask,
+        messages: &[Message],
+        parent: Option<u32>,
+        rest: &[Message],
+    ) -> Result<Plan, Refusal> {
+        let root = |given| Plan {
+            parent: None,
+            given,
+            cached: 0,
+            messages: messages.to_vec(),
+            tools: ask.tools.clone(),
+            bytes: equal::bytes(messages, &ask.tools),
+        };
+        let Some(node) = parent.map(|parent| &self.nodes[parent as usize]) else {
+            return Ok(root(family.root(messages, &ask.tools)?));
+        };
+        let closed = family.is_closed(&self.ids[node.sampled..node.end]);
+        match family.behind(rest, closed)? {
+            Some(given) => {
+                let bytes = equal::bytes(rest, &[]);
+                Ok(Plan {
+                    parent,
+                    given,
+                    cached: node.path,
+                    messages: rest.to_vec(),
+                    tools: Vec::new(),
+                    bytes,
+                })
+            }
+            // A sibling from the root: its text is the template's, whatever was sampled before.
+            None => Ok(root(family.root(messages, &ask.tools)?)),
+        }
+    }
+
+    fn has_room(&self, plan: &Plan) -> Result<(), Refusal> {
+        let Bounds { turns, tokens, bytes } = self.bounds;
+        let over = |what: &str, most: usize| {
+            Err(Refusal::Over(format!("the session is full: at most {most} {what} are kept of one")))
+        };
+        if self.nodes.len() >= turns {
+            return over("turns", turns);
+        }
+        if self.ids.len() + plan.given.len() >= tokens {
+            return over("tokens", tokens);
+        }
+        if self.bytes + plan.bytes > bytes {
+            return over("bytes of messages", bytes);
+        }
+        Ok(())
+    }
+
+    fn below(&self, parent: Option<u32>) -> &[u32] {
+        parent.map_or(&self.roots, |parent| &self.nodes[parent as usize].children)
+    }
+
+    /// The turn behind `parent` that the conversation goes through: with the most messages, and of these the one
+    /// whose thoughts the client has too, and the earliest.
+    fn next(&self, parent: Option<u32>, tools: &[Value], rest: &[Message]) -> Option<u32> {
+        let rank = |at: &&u32| {
+            let turn = &self.nodes[**at as usize].turn;
+            let (before, answer) = (rest.get(..turn.messages.len())?, rest.get(turn.messages.len())?);
+            let fits = (parent.is_some() || turn.tools == tools)
+                && equal::answers(answer, &turn.answer)
+                && equal::all(before, &turn.messages);
+            fits.then(|| (before.len(), equal::thoughts(answer, &turn.answer), std::cmp::Reverse(**at)))
+        };
+        let ranked = self.below(parent).iter().filter_map(|at| Some((rank(&at)?, *at)));
+        ranked.max_by_key(|(rank, _)| *rank).map(|(_, at)| at)
+    }
+
+    /// The turn that answered the same before.
+    fn answered(&self, parent: Option<u32>, ask: &Ask, rest: &[Message]) -> Option<u32> {
+        let same = |at: &&u32| {
+            let turn = &self.nodes[**at as usize].turn;
+            (turn.max_tokens, &turn.stop, &turn.branch) == (ask.max_tokens, &ask.stop, &ask.branch)
+                && (parent.is_some() || turn.tools == ask.tools)
+                && equal::all(rest, &turn.messages)
+        };
+        self.below(parent).iter().find(same).copied()
+    }
+
+    /// All ids that an engine reads for a plan.
+    #[must_use]
+    pub fn prompt(&self, plan: &Plan) -> Vec<i32> {
+        let mut prompt = Vec::with_capacity(plan.cached as usize + plan.given.len());
+        for node in self.path(plan.parent) {
+            prompt.extend(&self.ids[node.start..node.end]);
+        }
+        prompt.extend(&plan.given);
+        prompt
+    }
+
+    /// Turns from the root to this one.
+    fn path(&self, last: Option<u32>) -> Vec<&Node> {
+        let mut path: Vec<&Node> = std::iter::successors(last, |at| self.nodes[*at as usize].turn.parent)
+            .map(|at| self.node(at))
+            .collect();
+        path.reverse();
+        path
+    }
+
+    fn node(&self, at: u32) -> &Node {
+        &self.nodes[at as usize]
+    }
+
+    /// The turn that a generation makes of a plan, which [`Tree::commit`] takes.
+    ///
+    /// # Errors
+    /// [`Refusal::Broken`] for tokens that the tokenizer cannot decode.
+    pub fn turn(
+        &self,
+        family: &Family,
+        ask: Ask,
+        plan: Plan,
+        made: Generation,
+        draws: u64,
+    ) -> Result<Turn, Refusal> {
+        let is_cut = made.finish == driftless_bridge::engine::Finish::Length;
+        let call_id = format!("call_{}", self.nodes.len());
+        let Said { message, ended } = family
+            .said(&made.output_ids, is_cut, &ask.stop, &call_id)
+            .map_err(|error| Refusal::Broken(error.to_string()))?;
+        let Plan { parent, given, messages, tools, .. } = plan;
+        let Ask { max_tokens, stop, branch, is_auxiliary, .. } = ask;
+        let Generation { output_ids: sampled, log_probs, spans, engine, .. } = made;
+        let answer = message;
+        Ok(Turn {
+            parent,
+            tools,
+            messages,
+            answer,
+            ended,
+            max_tokens,
+            stop,
+            branch,
+            is_auxiliary,
+            spans,
+            engine,
+            draws,
+            given,
+            sampled,
+            log_probs,
+        })
+    }
+
+    /// Adds a turn. Turns of a journal give the same tree again, added in the same order.
+    ///
+    /// # Errors
+    /// What is wrong with a turn that no tree made.
+    pub fn commit(&mut self, mut turn: Turn) -> Result<u32, String> {
+        let at = self.nodes.len() as u32;
+        if turn.parent.is_some_and(|parent| parent >= at) {
+            return Err(format!("expected a turn that follows one of {at}, found {:?}", turn.parent));
+        }
+        if turn.log_probs.len() != turn.sampled.len() {
+            let found = turn.log_probs.len();
+            return Err(format!("expected {} log-probabilities, found {found}", turn.sampled.len()));
+        }
+        let (given, tokens) = (std::mem::take(&mut turn.given), std::mem::take(&mut turn.sampled));
+        let start = self.ids.len();
+        let sampled = start + given.len();
+        let end = sampled + tokens.len();
+        self.ids.extend(given);
+        self.ids.extend(tokens);
+        self.log_probs.resize(sampled, 0.0);
+        self.log_probs.append(&mut turn.log_probs);
+        let before = turn.parent.map_or(0, |parent| self.node(parent).path);
+        self.bytes += equal::bytes(&turn.messages, &turn.tools) + equal::bytes(&[turn.answer.clone()], &[]);
+        self.draws += turn.draws;
+        match turn.parent {
+            None => self.roots.push(at),
+            Some(parent) => self.nodes[parent as usize].children.push(at),
+        }
+        let path = before + (end - start) as u64;
+        self.nodes.push(Node { turn, children: Vec::new(), start, sampled, end, path });
+        Ok(at)
+    }
+
+    /// What a client is told of a turn.
+    #[must_use]
+    pub fn answer(&self, at: u32) -> Answer {
+        let node = self.node(at);
+        let completion_tokens = (node.end - node.sampled) as u64;
+        Answer {
+            message: node.turn.answer.clone(),
+            ended: node.turn.ended,
+            prompt_tokens: node.path - completion_tokens,
+            cached_tokens: node.turn.parent.map_or(0, |parent| self.node(parent).path),
+            completion_tokens,
+        }
+    }
+}

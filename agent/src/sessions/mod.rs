@@ -1,0 +1,368 @@
+//! Sessions of many clients at once, over whatever draws tokens.
+
+mod draw;
+mod record;
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use driftless_bridge::SamplingParams;
+use tokio::sync::{OwnedMutexGuard, Semaphore};
+use tokio::time::Instant;
+
+use crate::error::{Error, Result};
+use crate::family::Family;
+use crate::journal::Journal;
+use crate::message::{Answer, Ask, Converse, Refusal};
+use crate::session::{Bounds, Plan, Sample, Seen, Tree};
+pub use draw::Draw;
+use record::{Record, Step};
+
+/// How sessions are kept.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Settings {
+    /// Name of the model, as clients see it.
+    pub model: String,
+    /// Tokens that prompt and answer may have together.
+    pub context: usize,
+    /// What one session may hold.
+    pub bounds: Bounds,
+    /// Sessions that are open at once, at most.
+    pub sessions: usize,
+    /// Asks of one session that wait or are answered at once, at most.
+    pub asks: usize,
+    /// How long an ask may take, its wait for others of its session with it.
+    pub deadline: Duration,
+    /// A session that nobody asks for as long takes no further asks.
+    pub idle: Duration,
+    /// Opens sessions of any name that a client asks, if there is one.
+    pub visitors: Option<Opening>,
+}
+
+impl Default for Settings {
+    /// A context of 32,768 tokens, 65,536 sessions, 64 asks of each, an hour for an ask and a day between two.
+    fn default() -> Self {
+        Settings {
+            model: "driftless".to_owned(),
+            context: 32_768,
+            bounds: Bounds::default(),
+            sessions: 65_536,
+            asks: 64,
+            deadline: Duration::from_secs(3_600),
+            idle: Duration::from_secs(86_400),
+            visitors: None,
+        }
+    }
+}
+
+/// What a session is opened with.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Opening {
+    /// What a client must know; none lets in all.
+    pub key: Option<String>,
+    /// How its tokens are drawn. A client's own wishes can only make answers shorter.
+    pub sampling: SamplingParams,
+}
+
+/// Open sessions, kept in a journal.
+#[derive(Debug)]
+pub struct Sessions<D> {
+    inner: Arc<Inner<D>>,
+}
+
+#[derive(Debug)]
+struct Inner<D> {
+    family: Family,
+    draw: D,
+    journal: Journal,
+    settings: Settings,
+    book: Mutex<Book>,
+}
+
+/// Which sessions there are.
+#[derive(Debug, Default)]
+struct Book {
+    open: HashMap<String, Arc<Session>>,
+    closed: HashSet<String>,
+}
+
+#[derive(Debug)]
+struct Session {
+    opening: Opening,
+    tree: Arc<tokio::sync::Mutex<Tree>>,
+    asks: Arc<Semaphore>,
+    asked: Mutex<Instant>,
+}
+
+impl<D: Draw> Sessions<D> {
+    /// Reads what the journal has, and goes on from there.
+    ///
+    /// # Errors
+    /// As [`Journal::open`], and [`Error::Journal`] for records that are none of sessions.
+    pub fn open_journal(journal: &Path, family: Family, draw: D, settings: Settings) -> Result<Self> {
+        let (open, records) = Journal::open(journal)?;
+        let book = replay(&records, &settings)
+            .map_err(|reason| Error::Journal { path: journal.to_owned(), reason })?;
+        let inner = Inner { family, draw, journal: open, settings, book: Mutex::new(book) };
+        Ok(Sessions { inner: Arc::new(inner) })
+    }
+
+    /// Opens a session. One that is open with the same key and sampling stays as it is.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`] if it is open with others, [`Refusal::Over`] if it was closed, [`Refusal::Busy`] if there
+    /// are too many.
+    pub async fn open(&self, session: &str, opening: Opening) -> Result<(), Refusal> {
+        self.inner.open(session, opening).await.map(drop)
+    }
+
+    /// What can be trained of a session: [`Tree::samples`].
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`] and [`Refusal::Over`].
+    pub async fn samples(&self, session: &str, auxiliary: bool, most: usize) -> Result<Vec<Sample>, Refusal> {
+        let session = self.inner.find(session)?;
+        let tree = session.tree.lock().await;
+        Ok(tree.samples(auxiliary, most))
+    }
+
+    /// Closes a session: it takes no further asks, and forgets all of its turns.
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`], [`Refusal::Over`] if it was closed before, and [`Refusal::Broken`] for the journal.
+    pub async fn close(&self, session: &str) -> Result<(), Refusal> {
+        let found = self.inner.find(session)?;
+        // A turn that is being drawn is written before the end.
+        let _tree = found.tree.lock().await;
+        self.inner.write(session, Step::Closed).await?;
+        let mut book = self.inner.book();
+        book.open.remove(session);
+        book.closed.insert(session.to_owned());
+        Ok(())
+    }
+
+    /// Names of the sessions that are open, in order.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.inner.book().open.keys().cloned().collect();
+        names.sort();
+        names
+    }
+}
+
+/// The sessions of a journal.
+fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<Book, String> {
+    let mut book = Book::default();
+    let mut trees: HashMap<String, (Opening, Tree)> = HashMap::new();
+    for bytes in records {
+        let Record { session, step, .. } = Record::from_bytes(bytes)?;
+        match step {
+            Step::Opened { key, sampling } => {
+                let opening = Opening { key, sampling: sampling.into() };
+                trees.insert(session, (opening, Tree::new(settings.bounds)));
+            }
+            Step::Turned(turn) => {
+                let (_, tree) =
+                    trees.get_mut(&session).ok_or_else(|| format!("a turn of `{session}`, not opened"))?;
+                tree.commit(*turn).map_err(|reason| format!("session `{session}`: {reason}"))?;
+            }
+            Step::Closed => {
+                trees.remove(&session);
+                book.closed.insert(session);
+            }
+        }
+    }
+    let open = trees.into_iter();
+    book.open = open.map(|(name, (opening, tree))| (name, Session::of(opening, tree, settings))).collect();
+    Ok(book)
+}
+
+impl Session {
+    fn of(opening: Opening, tree: Tree, settings: &Settings) -> Arc<Self> {
+        let asks = Arc::new(Semaphore::new(settings.asks));
+        let tree = Arc::new(tokio::sync::Mutex::new(tree));
+        Arc::new(Session { opening, tree, asks, asked: Mutex::new(Instant::now()) })
+    }
+
+    fn last(&self) -> MutexGuard<'_, Instant> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<D: Draw> Inner<D> {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, session: &str) -> Result<Arc<Session>, Refusal> {
+        let book = self.book();
+        if let Some(found) = book.open.get(session) {
+            return Ok(found.clone());
+        }
+        match book.closed.contains(session) {
+            true => Err(Refusal::Over(format!("session `{session}` was closed"))),
+            false => Err(Refusal::Unknown(format!("there is no session `{session}`"))),
+        }
+    }
+
+    /// The session, opened for a visitor if need be.
+    async fn enter(&self, session: &str) -> Result<Arc<Session>, Refusal> {
+        let found = match (self.find(session), &self.settings.visitors) {
+            (Err(Refusal::Unknown(_)), Some(opening)) => self.open(session, opening.clone()).await?,
+            (found, _) => found?,
+        };
+        let now = Instant::now();
+        let mut last = found.last();
+        if now.duration_since(*last) > self.settings.idle {
+            let idle = self.settings.idle.as_secs();
+            return Err(Refusal::Over(format!("session `{session}` had no request for {idle} s")));
+        }
+        *last = now;
+        drop(last);
+        Ok(found)
+    }
+
+    async fn open(&self, session: &str, opening: Opening) -> Result<Arc<Session>, Refusal> {
+        let same = |found: Arc<Session>| match found.opening == opening {
+            true => Ok(found),
+            false => {
+                Err(Refusal::Invalid(format!("session `{session}` is open with another key or sampling")))
+            }
+        };
+        match self.find(session) {
+            Err(Refusal::Unknown(_)) => {}
+            found => return found.and_then(same),
+        }
+        if self.book().open.len() >= self.settings.sessions {
+            let most = self.settings.sessions;
+            return Err(Refusal::Busy(format!("{most} sessions are open, and no more are kept")));
+        }
+        let step = Step::Opened { key: opening.key.clone(), sampling: (&opening.sampling).into() };
+        let new = Session::of(opening.clone(), Tree::new(self.settings.bounds), &self.settings);
+        // Whoever is first in the book writes it; asks of it wait for that.
+        let written = new.tree.clone().lock_owned().await;
+        let found = self.book().open.entry(session.to_owned()).or_insert_with(|| new.clone()).clone();
+        if !Arc::ptr_eq(&found, &new) {
+            return same(found);
+        }
+        if let Err(refusal) = self.write(session, step).await {
+            self.book().open.remove(session);
+            return Err(refusal);
+        }
+        drop(written);
+        Ok(found)
+    }
+
+    async fn write(&self, session: &str, step: Step) -> Result<(), Refusal> {
+        let broken = |error: &dyn std::error::Error| Refusal::Broken(format!("session `{session}`: {error}"));
+        let bytes = Record::new(session, step).to_bytes().map_err(|error| broken(&error))?;
+        self.journal.append(bytes).await.map_err(|error| broken(&error))
+    }
+
+    /// Answers, whether or not somebody still waits for it.
+    async fn ask(self: Arc<Self>, name: String, ask: Ask) -> Result<Answer, Refusal> {
+        let session = self.enter(&name).await?;
+        let Ok(_place) = session.asks.clone().try_acquire_owned() else {
+            let most = self.settings.asks;
+            return Err(Refusal::Busy(format!("session `{name}` has {most} requests already")));
+        };
+        let late = |_| Refusal::Busy(format!("session `{name}` was not answered in time"));
+        let answered = async {
+            let tree = session.tree.clone().lock_owned().await;
+            // It may have been closed meanwhile.
+            self.find(&name)?;
+            let (tree, ask, seen) = self.clone().see(tree, ask).await?;
+            match seen {
+                Seen::Answered(at) => Ok(tree.answer(at)),
+                Seen::New(plan) => self.turn(&name, &session, tree, ask, plan).await,
+            }
+        };
+        tokio::time::timeout(self.settings.deadline, answered).await.map_err(late)?
+    }
+
+    /// Tokens of a conversation are counted on a thread of their own: a long one takes a while.
+    async fn see(
+        self: Arc<Self>,
+        tree: OwnedMutexGuard<Tree>,
+        ask: Ask,
+    ) -> Result<(OwnedMutexGuard<Tree>, Ask, Seen), Refusal> {
+        let work = move || {
+            let seen = tree.see(&self.family, &ask)?;
+            Ok((tree, ask, seen))
+        };
+        let done = tokio::task::spawn_blocking(work).await;
+        done.unwrap_or_else(|error| {
+            Err(Refusal::Broken(format!("a conversation could not be read: {error}")))
+        })
+    }
+
+    async fn turn(
+        &self,
+        name: &str,
+        session: &Session,
+        mut tree: OwnedMutexGuard<Tree>,
+        ask: Ask,
+        plan: Plan,
+    ) -> Result<Answer, Refusal> {
+        let prompt = tree.prompt(&plan);
+        let (tokens, limit) = (prompt.len() as u64, self.settings.context as u64);
+        if tokens >= limit {
+            return Err(Refusal::ContextFull { tokens, limit });
+        }
+        let sampling = self.sampling(&session.opening.sampling, &ask, (limit - tokens) as usize);
+        let first = tree.draws();
+        let (made, draws) = draw::whole(&self.draw, name, first, prompt, sampling).await?;
+        let turn = tree.turn(&self.family, ask, plan, made, draws)?;
+        self.write(name, Step::Turned(Box::new(turn.clone()))).await?;
+        let at = tree.commit(turn).map_err(Refusal::Broken)?;
+        Ok(tree.answer(at))
+    }
+
+    /// The session's sampling within the client's bounds.
+    fn sampling(&self, pinned: &SamplingParams, ask: &Ask, room: usize) -> SamplingParams {
+        let mut sampling = pinned.clone();
+        let room = u32::try_from(room).unwrap_or(u32::MAX);
+        let most = ask.max_tokens.unwrap_or(u32::MAX).min(room);
+        sampling.max_new_tokens = sampling.max_new_tokens.min(most).max(1);
+        sampling.stop.extend(ask.stop.iter().cloned());
+        for id in self.family.stops() {
+            if !sampling.stop_token_ids.contains(id) {
+                sampling.stop_token_ids.push(*id);
+            }
+        }
+        sampling
+    }
+}
+
+#[async_trait]
+impl<D: Draw> Converse for Sessions<D> {
+    async fn ask(&self, session: &str, ask: Ask) -> Result<Answer, Refusal> {
+        // A client that goes away leaves a turn that is drawn and kept, for when it comes back.
+        let answering = tokio::spawn(self.inner.clone().ask(session.to_owned(), ask));
+        answering.await.unwrap_or_else(|error| Err(Refusal::Broken(format!("an answer broke off: {error}"))))
+    }
+
+    async fn count(&self, session: &str, ask: Ask) -> Result<u64, Refusal> {
+        let found = self.inner.enter(session).await?;
+        let waiting = tokio::time::timeout(self.inner.settings.deadline, found.tree.clone().lock_owned());
+        let late = |_| Refusal::Busy(format!("session `{session}` was not free in time"));
+        let (tree, _, seen) = self.inner.clone().see(waiting.await.map_err(late)?, ask).await?;
+        Ok(match seen {
+            Seen::Answered(at) => tree.answer(at).prompt_tokens,
+            Seen::New(plan) => plan.cached + plan.given.len() as u64,
+        })
+    }
+
+    fn opens(&self, session: &str, key: Option<&str>) -> bool {
+        let found = self.inner.book().open.get(session).cloned();
+        let opening = found.as_ref().map(|found| &found.opening).or(self.inner.settings.visitors.as_ref());
+        opening.is_some_and(|opening| opening.key.as_deref().is_none_or(|expected| key == Some(expected)))
+    }
+
+    fn model(&self) -> &str {
+        &self.inner.settings.model
+    }
+}

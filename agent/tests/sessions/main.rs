@@ -1,0 +1,6 @@
+//! Sessions over scripted engines: what clients are told, what engines read, what is kept and what is trained.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod basic;
+mod toy;

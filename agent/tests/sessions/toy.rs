@@ -1,0 +1,207 @@
+//! Families over a small byte-level tokenizer, and engines that draw scripted texts in splits of their own.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Mutex;
+
+use async_trait::async_trait;
+use driftless_agent::chat::ChatTemplate;
+use driftless_agent::message::{Ask, Message, Refusal, Role};
+use driftless_agent::sessions::Draw;
+use driftless_agent::{Family, Tokenizer};
+use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::{Generation, Rid, SamplingParams};
+use serde_json::json;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+pub(crate) const TEMPLATES: [(&str, &str); 3] = [
+    ("qwen3", include_str!("../templates/qwen3.jinja")),
+    ("smollm2", include_str!("../templates/smollm2.jinja")),
+    ("llama3", include_str!("../templates/llama3.jinja")),
+];
+pub(crate) const SPECIAL: [&str; 9] = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+];
+pub(crate) const ADDED: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
+const MERGES: [&str; 12] =
+    ["t h", "th e", "Ġ the", "i n", "e r", "o n", "Ġ a", "l l", "Ċ Ċ", "s t", "a n", "e n"];
+
+/// `tokenizer.json`: all bytes, a few merges, and the special tokens of both families.
+pub(crate) fn tokenizer_json() -> String {
+    let mut letters: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
+    letters.sort();
+    letters.extend(MERGES.iter().map(|merge| merge.replace(' ', "")));
+    let vocabulary: BTreeMap<_, _> = letters.iter().enumerate().map(|(id, letter)| (letter, id)).collect();
+    let added = SPECIAL.iter().map(|token| (token, true)).chain(ADDED.iter().map(|token| (token, false)));
+    let added: Vec<_> = added
+        .enumerate()
+        .map(|(at, (token, special))| {
+            json!({"id": letters.len() + at, "content": token, "special": special, "single_word": false,
+                   "lstrip": false, "rstrip": false, "normalized": false})
+        })
+        .collect();
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": MERGES},
+    })
+    .to_string()
+}
+
+pub(crate) fn tokenizer() -> Tokenizer {
+    Tokenizer::from_bytes("tokenizer.json", tokenizer_json().as_bytes()).unwrap()
+}
+
+pub(crate) fn template(name: &str) -> ChatTemplate {
+    let source = TEMPLATES.iter().find(|(known, _)| *known == name).unwrap().1;
+    ChatTemplate::from_source(source, &[("bos_token", "<|begin_of_text|>")]).unwrap()
+}
+
+pub(crate) fn family(name: &str) -> Family {
+    Family::new(template(name), tokenizer()).unwrap()
+}
+
+/// The token that ends a turn of this template.
+pub(crate) fn end_of(template: &str) -> &'static str {
+    if template == "llama3" { "<|eot_id|>" } else { "<|im_end|>" }
+}
+
+pub(crate) fn message(role: Role, content: &str) -> Message {
+    Message { role, content: content.to_owned(), reasoning: None, calls: Vec::new(), call_id: None }
+}
+
+pub(crate) fn user(content: &str) -> Message {
+    message(Role::User, content)
+}
+
+pub(crate) fn ask(messages: &[Message]) -> Ask {
+    Ask {
+        messages: messages.to_vec(),
+        tools: Vec::new(),
+        max_tokens: None,
+        stop: Vec::new(),
+        branch: None,
+        is_auxiliary: false,
+    }
+}
+
+/// Numbers that repeat with their seed.
+pub(crate) struct Dice(pub u64);
+
+impl Dice {
+    pub(crate) fn below(&mut self, most: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % most
+    }
+
+    pub(crate) fn pick<T: Clone>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize].clone()
+    }
+}
+
+/// A generation that an engine was asked for, and made.
+#[derive(Debug, Clone)]
+pub(crate) struct Drawn {
+    pub(crate) session: String,
+    pub(crate) nth: u64,
+    pub(crate) input_ids: Vec<i32>,
+    pub(crate) sampling: SamplingParams,
+    pub(crate) made: Generation,
+}
+
+/// Draws scripted texts. Splits, log-probabilities and versions come of the session and the number.
+pub(crate) struct Script {
+    tokenizer: Tokenizer,
+    end: &'static str,
+    /// Texts that are drawn next; `Yes.` where there is none.
+    pub(crate) texts: Mutex<VecDeque<String>>,
+    /// Of this many draws, one is broken off; none if 0.
+    pub(crate) aborts: u64,
+    pub(crate) drawn: Mutex<Vec<Drawn>>,
+}
+
+impl Script {
+    pub(crate) fn new(template: &str, texts: &[&str]) -> Self {
+        let texts = texts.iter().map(|text| (*text).to_owned()).collect();
+        let (texts, drawn) = (Mutex::new(texts), Mutex::default());
+        Script { tokenizer: tokenizer(), end: end_of(template), texts, aborts: 0, drawn }
+    }
+
+    /// Ids of a text, cut into pieces that its own encoding does not have.
+    pub(crate) fn split(&self, text: &str, dice: &mut Dice) -> Vec<i32> {
+        let (mut ids, mut piece) = (Vec::new(), String::new());
+        for letter in text.chars() {
+            piece.push(letter);
+            let is_open = ADDED.iter().any(|token| {
+                token.starts_with(piece.trim_start_matches(|c| c != '<')) && piece.contains('<')
+            });
+            if !is_open && dice.below(4) == 0 {
+                ids.extend(self.tokenizer.encode(&std::mem::take(&mut piece)).unwrap());
+            }
+        }
+        ids.extend(self.tokenizer.encode(&piece).unwrap());
+        ids
+    }
+}
+
+#[async_trait]
+impl Draw for Script {
+    async fn draw(
+        &self,
+        session: &str,
+        nth: u64,
+        input_ids: Vec<i32>,
+        sampling: SamplingParams,
+    ) -> Result<Generation, Refusal> {
+        // Other tasks come in between, as they do where an engine is waited for.
+        tokio::task::yield_now().await;
+        let mut dice = Dice(nth + session.bytes().map(u64::from).sum::<u64>() * 1000);
+        let text = self.texts.lock().unwrap().pop_front().unwrap_or_else(|| "Yes.".to_owned());
+        let mut ids = self.split(&text, &mut dice);
+        ids.extend(self.tokenizer.encode(self.end).unwrap());
+        let mut finish = Finish::Stop;
+        if self.aborts > 0 && dice.below(self.aborts) == 0 {
+            let kept = dice.below(ids.len() as u64) as usize;
+            let left = self.tokenizer.decode(&ids[kept..]).unwrap();
+            // Half a letter is no text to go on with.
+            if !left.contains('\u{fffd}') {
+                self.texts.lock().unwrap().push_front(left);
+                ids.truncate(kept);
+                finish = Finish::Abort { message: "an update".to_owned() };
+            }
+        }
+        if ids.len() > sampling.max_new_tokens as usize {
+            ids.truncate(sampling.max_new_tokens as usize);
+            finish = Finish::Length;
+        }
+        let log_probs = ids.iter().map(|_| -(dice.below(1 << 20) as f32) / 1e5).collect();
+        let middle = dice.below(ids.len() as u64 + 1) as u32;
+        let span = |version: u64, start, end| VersionSpan { label: format!("v{version}"), start, end };
+        let spans = [span(nth, 0, middle), span(nth + 1, middle, ids.len() as u32)];
+        let made = Generation {
+            rid: Rid::new(1, nth),
+            engine: format!("engine-{nth}"),
+            output_ids: ids,
+            log_probs,
+            spans: spans.into_iter().filter(|span| span.start < span.end).collect(),
+            spans_reported: true,
+            finish,
+            retractions: 0,
+        };
+        let drawn = Drawn { session: session.to_owned(), nth, input_ids, sampling, made: made.clone() };
+        self.drawn.lock().unwrap().push(drawn);
+        Ok(made)
+    }
+}
