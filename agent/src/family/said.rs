@@ -39,6 +39,23 @@ impl Family {
         })
     }
 
+    /// Given and sampled ids of a turn without its thoughts, as a family's template leaves them out behind a later
+    /// question. Tokens are left out and none is encoded.
+    pub(crate) fn without_thoughts(&self, given: &[i32], sampled: &[i32]) -> Vec<i32> {
+        let at = |token: &str, ids: &[i32]| {
+            let id = self.tokenizer.id(token)?;
+            ids.iter().rposition(|here| *here == id)
+        };
+        let Some(end) = at(THOUGHT, sampled) else { return [given, sampled].concat() };
+        // The start of an answer may have the mark that begins thoughts, and a newline.
+        let begun = at(THINK, given).filter(|begun| begun + 2 >= given.len()).unwrap_or(given.len());
+        let is_blank = |id: &&i32| {
+            self.tokenizer.decode(&[**id]).is_ok_and(|text| !text.is_empty() && text.trim().is_empty())
+        };
+        let blank = sampled[end + 1..].iter().take_while(is_blank).count();
+        [&given[..begun], &sampled[end + 1 + blank..]].concat()
+    }
+
     /// Whether sampled tokens end with one that ends an answer.
     pub(crate) fn is_closed(&self, ids: &[i32]) -> bool {
         ids.last().is_some_and(|last| self.stops.contains(last))

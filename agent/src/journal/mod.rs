@@ -30,16 +30,23 @@ struct Entry {
 }
 
 impl Journal {
-    /// Opens or makes it; returns its records. What a crash left half written, nobody was told of, and it is cut off.
+    /// Opens or makes it. `keep` reads its records and says of each whether it is still of use; others are dropped
+    /// from the file. What a crash left half written, nobody was told of, and it is cut off.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Journal`] if another process has it, or if a record before the last ones is damaged.
-    pub fn open(path: &Path) -> Result<(Self, Vec<Vec<u8>>)> {
-        let (file, records) = recover(path)?;
+    /// [`Error::Io`]; [`Error::Journal`] if another process has it, if a record before the last ones is damaged, and
+    /// with what `keep` says.
+    pub fn open(path: &Path, keep: impl FnOnce(&[Vec<u8>]) -> Result<Vec<bool>, String>) -> Result<Self> {
+        let (mut file, records) = recover(path)?;
+        let kept = keep(&records).map_err(|reason| Error::Journal { path: path.to_owned(), reason })?;
+        if kept.contains(&false) {
+            let kept = records.iter().zip(kept).filter(|(_, keep)| *keep);
+            file = replace(path, kept.map(|(record, _)| record.as_slice()))?;
+        }
         let (entries, waiting) = mpsc::channel(WAITING_MAX);
         let thread = std::thread::Builder::new().name("session journal".to_owned());
         thread.spawn(move || write_groups(file, waiting)).map_err(io("start a thread for", path))?;
-        Ok((Journal { path: path.to_owned(), entries }, records))
+        Ok(Journal { path: path.to_owned(), entries })
     }
 
     /// Writes a record; returns once it is durable.
@@ -88,10 +95,27 @@ fn recover(path: &Path) -> Result<(File, Vec<Vec<u8>>)> {
     file.set_len(end as u64).map_err(io("cut", path))?;
     file.seek(SeekFrom::Start(end as u64)).map_err(io("read", path))?;
     file.sync_all().map_err(io("write", path))?;
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        File::open(folder).and_then(|folder| folder.sync_all()).map_err(io("write", folder))?;
-    }
+    sync_folder(path)?;
     Ok((file, records.iter().map(|record| record.to_vec()).collect()))
+}
+
+/// A file with these records in place of the one at `path`, locked before others can open it.
+fn replace<'a>(path: &Path, records: impl Iterator<Item = &'a [u8]>) -> Result<File> {
+    let new = path.with_extension("new");
+    let mut file = File::create(&new).map_err(io("make", &new))?;
+    file.try_lock().map_err(|error| io("lock", &new)(error.into()))?;
+    for record in records {
+        file.write_all(&frame::group(std::iter::once(record))).map_err(io("write", &new))?;
+    }
+    file.sync_all().map_err(io("write", &new))?;
+    std::fs::rename(&new, path).map_err(io("replace", path))?;
+    sync_folder(path)?;
+    Ok(file)
+}
+
+fn sync_folder(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(io("write", folder))
 }
 
 /// Writes what waits, group by group, until nobody can send any more.

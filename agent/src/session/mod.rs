@@ -33,6 +33,16 @@ impl Default for Bounds {
     }
 }
 
+/// What becomes of the thoughts of a turn once the user asks something else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Thoughts {
+    /// They stay, and a conversation stays one sample.
+    #[default]
+    Kept,
+    /// Later prompts are without them. Each question with thoughts before it begins a sample.
+    Stripped,
+}
+
 /// One turn of the model: what stood before it since the turn that it follows, and what was sampled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Turn {
@@ -90,6 +100,7 @@ struct Node {
 #[derive(Debug)]
 pub struct Tree {
     bounds: Bounds,
+    thoughts: Thoughts,
     nodes: Vec<Node>,
     roots: Vec<u32>,
     ids: Vec<i32>,
@@ -124,9 +135,9 @@ pub enum Seen {
 impl Tree {
     /// An empty one.
     #[must_use]
-    pub fn new(bounds: Bounds) -> Self {
+    pub fn new(bounds: Bounds, thoughts: Thoughts) -> Self {
         let (nodes, roots, ids, log_probs) = Default::default();
-        Tree { bounds, nodes, roots, ids, log_probs, bytes: 0, draws: 0 }
+        Tree { bounds, thoughts, nodes, roots, ids, log_probs, bytes: 0, draws: 0 }
     }
 
     /// Generations that were drawn for its turns.
@@ -151,7 +162,9 @@ impl Tree {
             rest = &rest[self.nodes[next as usize].turn.messages.len() + 1..];
             parent = Some(next);
         }
-        if let Some(found) = self.answered(parent, ask, rest) {
+        // A turn may have begun anew with all that was said before it.
+        let found = self.answered(parent, ask, rest).or_else(|| self.answered(None, ask, &messages));
+        if let Some(found) = found {
             return Ok(Seen::Answered(found));
         }
         let plan = self.plan(family, ask, &messages, parent, rest)?;
@@ -175,25 +188,31 @@ impl Tree {
             tools: ask.tools.clone(),
             bytes: equal::bytes(messages, &ask.tools),
         };
-        let Some(node) = parent.map(|parent| &self.nodes[parent as usize]) else {
+        let Some(node) = parent.map(|parent| self.node(parent)) else {
             return Ok(root(family.root(messages, &ask.tools)?));
         };
         let closed = family.is_closed(&self.ids[node.sampled..node.end]);
-        match family.behind(rest, closed)? {
-            Some(given) => {
-                let bytes = equal::bytes(rest, &[]);
-                Ok(Plan {
-                    parent,
-                    given,
-                    cached: node.path,
-                    messages: rest.to_vec(),
-                    tools: Vec::new(),
-                    bytes,
-                })
-            }
+        let Some(given) = family.behind(rest, closed)? else {
             // A sibling from the root: its text is the template's, whatever was sampled before.
-            None => Ok(root(family.root(messages, &ask.tools)?)),
+            return Ok(root(family.root(messages, &ask.tools)?));
+        };
+        if self.thoughts == Thoughts::Stripped && rest.iter().any(|message| message.role == Role::User) {
+            let without = self.without_thoughts(family, parent);
+            if without.len() < node.path as usize {
+                return Ok(root([without, given].concat()));
+            }
         }
+        let bytes = equal::bytes(rest, &[]);
+        Ok(Plan { parent, given, cached: node.path, messages: rest.to_vec(), tools: Vec::new(), bytes })
+    }
+
+    /// The ids of a path, thoughts left out.
+    fn without_thoughts(&self, family: &Family, last: Option<u32>) -> Vec<i32> {
+        let path = self.path(last).into_iter();
+        let turn = |node: &Node| {
+            family.without_thoughts(&self.ids[node.start..node.sampled], &self.ids[node.sampled..node.end])
+        };
+        path.flat_map(turn).collect()
     }
 
     fn has_room(&self, plan: &Plan) -> Result<(), Refusal> {
@@ -256,9 +275,8 @@ impl Tree {
 
     /// Turns from the root to this one.
     fn path(&self, last: Option<u32>) -> Vec<&Node> {
-        let mut path: Vec<&Node> = std::iter::successors(last, |at| self.nodes[*at as usize].turn.parent)
-            .map(|at| self.node(at))
-            .collect();
+        let mut path: Vec<&Node> =
+            std::iter::successors(last, |at| self.node(*at).turn.parent).map(|at| self.node(at)).collect();
         path.reverse();
         path
     }

@@ -1,12 +1,13 @@
 //! What is trained of a session.
 
 use driftless_bridge::engine::VersionSpan;
+use serde::Serialize;
 
 use super::{Node, Tree};
 use crate::message::Ended;
 
 /// A conversation from its root to a leaf, token by token.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Sample {
     /// Prompt and response.
     pub tokens: Vec<i32>,

@@ -13,11 +13,11 @@ use driftless_bridge::SamplingParams;
 use tokio::sync::{OwnedMutexGuard, Semaphore};
 use tokio::time::Instant;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::family::Family;
 use crate::journal::Journal;
 use crate::message::{Answer, Ask, Converse, Refusal};
-use crate::session::{Bounds, Plan, Sample, Seen, Tree};
+use crate::session::{Bounds, Plan, Sample, Seen, Thoughts, Tree};
 pub use draw::Draw;
 use record::{Record, Step};
 
@@ -30,6 +30,8 @@ pub struct Settings {
     pub context: usize,
     /// What one session may hold.
     pub bounds: Bounds,
+    /// What becomes of thoughts once the user asks something else.
+    pub thoughts: Thoughts,
     /// Sessions that are open at once, at most.
     pub sessions: usize,
     /// Asks of one session that wait or are answered at once, at most.
@@ -49,6 +51,7 @@ impl Default for Settings {
             model: "driftless".to_owned(),
             context: 32_768,
             bounds: Bounds::default(),
+            thoughts: Thoughts::default(),
             sessions: 65_536,
             asks: 64,
             deadline: Duration::from_secs(3_600),
@@ -101,12 +104,15 @@ impl<D: Draw> Sessions<D> {
     /// Reads what the journal has, and goes on from there.
     ///
     /// # Errors
-    /// As [`Journal::open`], and [`Error::Journal`] for records that are none of sessions.
+    /// As [`Journal::open`], and [`crate::Error::Journal`] for records that are none of sessions.
     pub fn open_journal(journal: &Path, family: Family, draw: D, settings: Settings) -> Result<Self> {
-        let (open, records) = Journal::open(journal)?;
-        let book = replay(&records, &settings)
-            .map_err(|reason| Error::Journal { path: journal.to_owned(), reason })?;
-        let inner = Inner { family, draw, journal: open, settings, book: Mutex::new(book) };
+        let mut book = Book::default();
+        let journal = Journal::open(journal, |records| {
+            let (read, kept) = replay(&records, &settings)?;
+            book = read;
+            Ok(kept)
+        })?;
+        let inner = Inner { family, draw, journal, settings, book: Mutex::new(book) };
         Ok(Sessions { inner: Arc::new(inner) })
     }
 
@@ -153,20 +159,24 @@ impl<D: Draw> Sessions<D> {
     }
 }
 
-/// The sessions of a journal.
-fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<Book, String> {
+/// The sessions of a journal, and whether each of its records is still of use.
+fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<(Book, Vec<bool>), String> {
     let mut book = Book::default();
     let mut trees: HashMap<String, (Opening, Tree)> = HashMap::new();
+    let mut names = Vec::with_capacity(records.len());
     for bytes in records {
         let Record { session, step, .. } = Record::from_bytes(bytes)?;
+        // The end of a session is of use for good: its name is not given again.
+        names.push((step != Step::Closed).then(|| session.clone()));
         match step {
             Step::Opened { key, sampling } => {
                 let opening = Opening { key, sampling: sampling.into() };
-                trees.insert(session, (opening, Tree::new(settings.bounds)));
+                trees.insert(session, (opening, Tree::new(settings.bounds, settings.thoughts)));
             }
             Step::Turned(turn) => {
-                let (_, tree) =
-                    trees.get_mut(&session).ok_or_else(|| format!("a turn of `{session}`, not opened"))?;
+                let (_, tree) = trees
+                    .get_mut(&session)
+                    .ok_or_else(|| format!("a turn of `{session}`, which is not open"))?;
                 tree.commit(*turn).map_err(|reason| format!("session `{session}`: {reason}"))?;
             }
             Step::Closed => {
@@ -175,9 +185,10 @@ fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<Book, String> {
             }
         }
     }
+    let kept = names.iter().map(|name| name.as_ref().is_none_or(|name| trees.contains_key(name))).collect();
     let open = trees.into_iter();
     book.open = open.map(|(name, (opening, tree))| (name, Session::of(opening, tree, settings))).collect();
-    Ok(book)
+    Ok((book, kept))
 }
 
 impl Session {
@@ -241,7 +252,11 @@ impl<D: Draw> Inner<D> {
             return Err(Refusal::Busy(format!("{most} sessions are open, and no more are kept")));
         }
         let step = Step::Opened { key: opening.key.clone(), sampling: (&opening.sampling).into() };
-        let new = Session::of(opening.clone(), Tree::new(self.settings.bounds), &self.settings);
+        let new = Session::of(
+            opening.clone(),
+            Tree::new(self.settings.bounds, self.settings.thoughts),
+            &self.settings,
+        );
         // Whoever is first in the book writes it; asks of it wait for that.
         let written = new.tree.clone().lock_owned().await;
         let found = self.book().open.entry(session.to_owned()).or_insert_with(|| new.clone()).clone();

@@ -17,10 +17,28 @@ pub(crate) fn opening() -> Opening {
 }
 
 /// Sessions in `home`, whose visitors may open their own.
-pub(crate) fn sessions(home: &TempDir, template: &str, script: &Arc<Script>) -> Sessions<Arc<Script>> {
+pub(crate) fn try_sessions(
+    home: &TempDir,
+    template: &str,
+    script: &Arc<Script>,
+) -> driftless_agent::Result<Sessions<Arc<Script>>> {
     let settings = Settings { visitors: Some(opening()), ..Settings::default() };
-    let journal = home.path().join("journal");
-    Sessions::open_journal(&journal, toy::family(template), script.clone(), settings).unwrap()
+    Sessions::open_journal(&home.path().join("journal"), toy::family(template), script.clone(), settings)
+}
+
+pub(crate) fn sessions(home: &TempDir, template: &str, script: &Arc<Script>) -> Sessions<Arc<Script>> {
+    try_sessions(home, template, script).unwrap()
+}
+
+/// The same once the process before has let go of the journal: its writer ends a moment after the sessions.
+pub(crate) fn reopened(home: &TempDir, template: &str, script: &Arc<Script>) -> Sessions<Arc<Script>> {
+    loop {
+        match try_sessions(home, template, script) {
+            Ok(sessions) => return sessions,
+            Err(error) => assert!(error.to_string().contains("another process"), "{error}"),
+        }
+        std::thread::yield_now();
+    }
 }
 
 /// Asks, and adds the answer to the conversation.

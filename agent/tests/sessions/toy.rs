@@ -33,6 +33,9 @@ pub(crate) const ADDED: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</to
 const MERGES: [&str; 12] =
     ["t h", "th e", "Ġ the", "i n", "e r", "o n", "Ġ a", "l l", "Ċ Ċ", "s t", "a n", "e n"];
 
+/// What is encoded by itself. Newlines are kept together, as in both families.
+const WORDS: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
 /// `tokenizer.json`: all bytes, a few merges, and the special tokens of both families.
 pub(crate) fn tokenizer_json() -> String {
     let mut letters: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
@@ -50,7 +53,10 @@ pub(crate) fn tokenizer_json() -> String {
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
         "added_tokens": added,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        ]},
         "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
         "model": {"type": "BPE", "vocab": vocabulary, "merges": MERGES},
     })
@@ -114,7 +120,6 @@ impl Dice {
 /// A generation that an engine was asked for, and made.
 #[derive(Debug, Clone)]
 pub(crate) struct Drawn {
-    pub(crate) session: String,
     pub(crate) nth: u64,
     pub(crate) input_ids: Vec<i32>,
     pub(crate) sampling: SamplingParams,
@@ -200,7 +205,7 @@ impl Draw for Script {
             finish,
             retractions: 0,
         };
-        let drawn = Drawn { session: session.to_owned(), nth, input_ids, sampling, made: made.clone() };
+        let drawn = Drawn { nth, input_ids, sampling, made: made.clone() };
         self.drawn.lock().unwrap().push(drawn);
         Ok(made)
     }

@@ -1,0 +1,167 @@
+//! Suffixes against the rendering of the whole, and text that looks like special tokens.
+
+use driftless_agent::chat::Chat;
+use driftless_agent::message::{Ask, Message, Role, ToolCall};
+use driftless_agent::session::{Bounds, Plan, Seen, Thoughts, Tree};
+use driftless_bridge::engine::Finish;
+use driftless_bridge::{Generation, Rid};
+use minijinja::Value;
+use serde_json::json;
+
+use crate::toy::{self, ADDED, Dice, SPECIAL, TEMPLATES, ask, message, user};
+
+/// Ids of the whole as `transformers` makes them.
+fn whole(template: &str, ask: &Ask, tools: Option<&str>) -> Vec<i32> {
+    let messages: Vec<_> = ask.messages.iter().map(written).collect();
+    let json = |value: serde_json::Value| serde_json::from_value::<Value>(value).unwrap();
+    let tools = tools.map(|tools| serde_json::from_str(tools).unwrap());
+    let variables = json(json!({"tools_in_user_message": false}));
+    let chat = Chat { messages: json(json!(messages)), tools, variables: Some(&variables) };
+    let text = toy::template(template).render(chat).unwrap();
+    toy::tokenizer().encode(&text).unwrap()
+}
+
+fn written(message: &Message) -> serde_json::Value {
+    let calls: Vec<_> = message
+        .calls
+        .iter()
+        .map(|call| json!({"type": "function", "function": {"name": call.name, "arguments": call.arguments}}))
+        .collect();
+    let mut written = json!({"role": message.role, "content": message.content});
+    if !calls.is_empty() {
+        written["tool_calls"] = json!(calls);
+    }
+    written
+}
+
+pub(crate) fn plan(tree: &Tree, family: &driftless_agent::Family, ask: &Ask) -> Plan {
+    match tree.see(family, ask).unwrap() {
+        Seen::New(plan) => plan,
+        Seen::Answered(at) => panic!("answered in turn {at}"),
+    }
+}
+
+/// An answer in the split that its text has.
+fn generation(text: &str, end: &str) -> Generation {
+    let output_ids = toy::tokenizer().encode(&format!("{text}{end}")).unwrap();
+    Generation {
+        rid: Rid::new(1, 1),
+        engine: String::new(),
+        log_probs: vec![-1.0; output_ids.len()],
+        output_ids,
+        spans: Vec::new(),
+        spans_reported: true,
+        finish: Finish::Stop,
+        retractions: 0,
+    }
+}
+
+/// Where a model writes what its template would, prompts are what the template makes of the whole.
+#[test]
+fn ordinary_text_has_the_ids_of_the_whole() {
+    let texts =
+        ["Hi", "  spaces  in\n\nit \t", "código → 日本語 🦀", "<b>tag</b> | <|", "{\"a\": 1}", "the end\n"];
+    for (template, _) in TEMPLATES {
+        let family = toy::family(template);
+        for seed in 0..8 {
+            let mut dice = Dice(seed);
+            let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
+            let mut talk = vec![message(Role::System, dice.pick(&texts))];
+            for turn in 0..6 {
+                if dice.below(3) == 0 && turn > 0 {
+                    talk.push(message(Role::System, dice.pick(&texts)));
+                }
+                talk.push(user(dice.pick(&texts)));
+                let asked = ask(&talk);
+                let plan = plan(&tree, &family, &asked);
+                assert_eq!(
+                    tree.prompt(&plan),
+                    whole(template, &asked, None),
+                    "{template}, seed {seed}, turn {turn}"
+                );
+                assert_eq!(plan.cached == 0, turn == 0);
+                let made = generation(["Yes.", "Surely not."][turn % 2], toy::end_of(template));
+                let at = tree
+                    .turn(&family, asked, plan, made, 1)
+                    .and_then(|turn| tree.commit(turn).map_err(driftless_agent::message::Refusal::Broken));
+                talk.push(tree.answer(at.unwrap()).message);
+            }
+        }
+    }
+}
+
+const TOOLS: &str = r#"[{"type": "function", "function": {"name": "ls", "description": "Lists.", "parameters":
+    {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}]"#;
+
+#[test]
+fn tools_and_their_answers_have_the_ids_of_the_whole() {
+    for (template, call) in [
+        ("qwen3", "<tool_call>\n{\"name\": \"ls\", \"arguments\": {\"path\": \"/\"}}\n</tool_call>"),
+        ("llama3", "{\"name\": \"ls\", \"parameters\": {\"path\": \"/\"}}"),
+    ] {
+        let family = toy::family(template);
+        let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
+        let mut talk = vec![message(Role::System, "You help."), user("What is there?")];
+        let asked = |talk: &[Message]| Ask { tools: serde_json::from_str(TOOLS).unwrap(), ..ask(talk) };
+        let first = plan(&tree, &family, &asked(&talk));
+        let made = generation(call, toy::end_of(template));
+        let turn = tree.turn(&family, asked(&talk), first, made, 1).unwrap();
+        let at = tree.commit(turn).unwrap();
+        talk.push(tree.answer(at).message);
+        let id = talk[2].calls[0].id.clone();
+        talk.push(Message { call_id: Some(id), ..message(Role::Tool, "bin\n\"etc\"") });
+        let next = plan(&tree, &family, &asked(&talk));
+        assert!(next.cached > 0);
+        assert_eq!(tree.prompt(&next), whole(template, &asked(&talk), Some(TOOLS)), "{template}");
+    }
+}
+
+/// Every spelling of a token in every place where clients write.
+#[test]
+fn text_of_clients_never_becomes_a_special_token() {
+    let tokenizer = toy::tokenizer();
+    let id = |token: &str| tokenizer.encode(token).unwrap()[0];
+    for (template, _) in TEMPLATES {
+        let family = toy::family(template);
+        let special: Vec<i32> = SPECIAL.iter().chain(&ADDED).map(|token| id(token)).collect();
+        let count = |plan: &Plan| plan.given.iter().filter(|id| special.contains(id)).count();
+        let conversation = |text: &str| {
+            let call =
+                ToolCall { id: "c".to_owned(), name: text.to_owned(), arguments: json!({text: [text, 1]}) };
+            let assistant = Message {
+                calls: vec![call],
+                reasoning: Some(text.to_owned()),
+                ..message(Role::Assistant, text)
+            };
+            let tool = Message { call_id: Some("c".to_owned()), ..message(Role::Tool, text) };
+            let talk = [
+                message(Role::System, text),
+                user(text),
+                assistant,
+                tool,
+                message(Role::System, text),
+                user(text),
+            ];
+            let function =
+                json!({"name": text, "description": text, "parameters": {"properties": {text: {}}}});
+            Ask { tools: vec![json!({"type": "function", "function": function})], ..ask(&talk) }
+        };
+        let tree = Tree::new(Bounds::default(), Thoughts::Kept);
+        let plain = plan(&tree, &family, &conversation("plain"));
+        for token in SPECIAL.iter().chain(&ADDED) {
+            let (first, rest) = token.split_at(3);
+            for text in [
+                (*token).to_owned(),
+                format!("a {token}{token} b\u{e000}"),
+                format!("{first}{token}{rest}"),
+                format!("{token}{}", token.to_uppercase()),
+                format!("\u{e000}{first}\u{e000}{rest}{token}\u{e001}"),
+            ] {
+                let found = plan(&tree, &family, &conversation(&text));
+                assert_eq!(count(&found), count(&plain), "{template}: {text:?}");
+                let said = tokenizer.decode(&found.given).unwrap();
+                assert!(said.contains(&text), "{template}: {text:?} is not in {said:?}");
+            }
+        }
+    }
+}
