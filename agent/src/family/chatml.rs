@@ -1,8 +1,6 @@
 //! ChatML: Qwen3, SmolLM2, and what is shaped like them.
 
-use serde_json::Value;
-
-use super::{Rules, called};
+use super::{Parted, Rules, called};
 use crate::message::ToolCall;
 
 const OPEN: &str = "<tool_call>";
@@ -21,7 +19,7 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str) -> (String, Vec<(String, Value)>) {
+fn calls(text: &str) -> Parted {
     let (mut content, mut calls, mut rest) = (String::new(), Vec::new(), text);
     while let Some((before, after)) = rest.split_once(OPEN) {
         let Some((inside, behind)) = after.split_once(CLOSE) else { break };

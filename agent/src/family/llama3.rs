@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Rules, called};
+use super::{Parted, Rules, called};
 use crate::message::ToolCall;
 
 /// Calls are JSON objects, one after the other, without text around them.
@@ -19,7 +19,7 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str) -> (String, Vec<(String, Value)>) {
+fn calls(text: &str) -> Parted {
     let (mut calls, mut rest) = (Vec::new(), text.trim());
     while rest.starts_with('{') {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();

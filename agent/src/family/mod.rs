@@ -39,10 +39,13 @@ struct Rules {
     /// Whether its templates write several calls of one message.
     many_calls: bool,
     /// Content and calls of a sampled text, thoughts taken out.
-    calls: fn(&str) -> (String, Vec<(String, Value)>),
+    calls: fn(&str) -> Parted,
     /// A call as the model writes it.
     spell: fn(&ToolCall) -> String,
 }
+
+/// Content of a text, and the names and arguments of its calls.
+type Parted = (String, Vec<(String, Value)>);
 
 /// A checkpoint's template and tokenizer with the rules of their family.
 #[derive(Debug)]

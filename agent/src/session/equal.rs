@@ -1,5 +1,7 @@
 //! When two messages are the same one.
 
+use std::borrow::Cow;
+
 use serde_json::Value;
 
 use crate::message::{Message, Role, ToolCall};
@@ -32,21 +34,20 @@ fn said(a: &Message, b: &Message) -> bool {
 }
 
 /// The messages with the answers of tools in the order of their calls. Clients send them as they come.
-pub(super) fn in_order(messages: &[Message]) -> Vec<Message> {
-    let mut messages = messages.to_vec();
-    let mut at = 0;
-    while at < messages.len() {
-        let calls = std::mem::take(&mut messages[at].calls);
+pub(super) fn in_order(messages: &[Message]) -> Cow<'_, [Message]> {
+    let mut ordered = Cow::Borrowed(messages);
+    for (at, message) in messages.iter().enumerate().filter(|(_, message)| message.calls.len() > 1) {
         let answers = messages[at + 1..].iter().take_while(|message| message.role == Role::Tool).count();
-        let place = |message: &Message| {
-            let id = message.call_id.as_ref();
-            calls.iter().position(|call| Some(&call.id) == id).unwrap_or(calls.len())
+        let place = |answer: &Message| {
+            let id = answer.call_id.as_ref();
+            message.calls.iter().position(|call| Some(&call.id) == id).unwrap_or(message.calls.len())
         };
-        messages[at + 1..=at + answers].sort_by_key(place);
-        messages[at].calls = calls;
-        at += 1 + answers;
+        let range = at + 1..=at + answers;
+        if !messages[range.clone()].is_sorted_by_key(place) {
+            ordered.to_mut()[range].sort_by_key(place);
+        }
     }
-    messages
+    ordered
 }
 
 /// About how much memory they take.

@@ -156,7 +156,7 @@ impl Tree {
             return Err(Refusal::Invalid(format!("expected {expected}: answers are not continued")));
         }
         let messages = equal::in_order(&ask.messages);
-        let mut rest = messages.as_slice();
+        let mut rest = &messages[..];
         let mut parent = None;
         while let Some(next) = self.next(parent, &ask.tools, rest) {
             rest = &rest[self.nodes[next as usize].turn.messages.len() + 1..];

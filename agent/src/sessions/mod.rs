@@ -108,7 +108,7 @@ impl<D: Draw> Sessions<D> {
     pub fn open_journal(journal: &Path, family: Family, draw: D, settings: Settings) -> Result<Self> {
         let mut book = Book::default();
         let journal = Journal::open(journal, |records| {
-            let (read, kept) = replay(&records, &settings)?;
+            let (read, kept) = replay(records, &settings)?;
             book = read;
             Ok(kept)
         })?;
