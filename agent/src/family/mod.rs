@@ -59,6 +59,8 @@ pub struct Family {
     has_tools: bool,
     /// Whether it takes a message of the system behind others.
     system_anywhere: bool,
+    /// Whether it writes messages the same way whatever stands before them.
+    has_suffixes: bool,
 }
 
 impl std::fmt::Debug for Rules {
@@ -99,11 +101,27 @@ impl Family {
         let stops = rules.stops.iter().filter_map(|stop| tokenizer.id(stop)).collect();
         let has_tools = template.mentions("tools");
         let guard = Guard::new(&tokenizer)?;
+        let (system_anywhere, has_suffixes) = (true, true);
         let mut family =
-            Family { rules, template, tokenizer, guard, stops, has_tools, system_anywhere: true };
+            Family { rules, template, tokenizer, guard, stops, has_tools, system_anywhere, has_suffixes };
         let system = Message { role: Role::System, ..text(BEFORE) };
-        family.system_anywhere = matches!(family.behind(&[system, text(BEFORE)], true), Ok(Some(_)));
+        family.system_anywhere = family.suffix(&[text(BEFORE)], &[system, text(BEFORE)]).is_ok();
+        family.has_suffixes = family.probed();
         Ok(family)
+    }
+
+    /// Whether messages that are tried look the same behind a short and a longer conversation.
+    fn probed(&self) -> bool {
+        let of = |role: Role| Message { role, ..text(BEFORE) };
+        let (short, long) = ([of(Role::User)], [of(Role::User), of(Role::Assistant), of(Role::User)]);
+        let behind = |row: &[Role]| {
+            let row: Vec<Message> = row.iter().map(|role| of(*role)).collect();
+            let row = self.guarded(&row, &[], false).messages;
+            let suffix = self.suffix(&short, &row).ok().flatten();
+            suffix.is_some() && suffix == self.suffix(&long, &row).ok().flatten()
+        };
+        let rows: [&[Role]; 2] = [&[Role::User], &[Role::Tool, Role::Tool]];
+        rows.into_iter().take(if self.has_tools { 2 } else { 1 }).all(behind)
     }
 
     /// Its name.
@@ -120,7 +138,7 @@ impl Family {
 
     /// Ids of a whole conversation with the start of an answer.
     pub(crate) fn root(&self, messages: &[Message], tools: &[Value]) -> Result<Vec<i32>, Refusal> {
-        let guarded = self.guarded(messages, tools);
+        let guarded = self.guarded(messages, tools, true);
         let text = self.render(&guarded.messages, &guarded.tools, true).map_err(invalid)?;
         self.encode(&text, guarded.mark)
     }
@@ -128,14 +146,21 @@ impl Family {
     /// Ids of messages behind an answer, with the start of the next one. `closed` tells whether the answer ended with
     /// its token, which is put in otherwise. None if the template writes them otherwise beside other messages.
     pub(crate) fn behind(&self, messages: &[Message], closed: bool) -> Result<Option<Vec<i32>>, Refusal> {
-        let mut with = vec![text(BEFORE)];
-        let guarded = self.guarded(messages, &[]);
-        with.extend(guarded.messages);
-        let before = self.render(&with[..1], &[], false).map_err(invalid)?;
-        let all = self.render(&with, &[], true).map_err(invalid)?;
-        let Some(suffix) = all.strip_prefix(&before) else { return Ok(None) };
+        if !self.has_suffixes {
+            return Ok(None);
+        }
+        let guarded = self.guarded(messages, &[], false);
+        let suffix = self.suffix(&[text(BEFORE)], &guarded.messages).map_err(invalid)?;
+        let Some(suffix) = suffix else { return Ok(None) };
         let end = if closed { "" } else { self.rules.end };
-        self.encode(&[end, self.rules.seam, suffix].concat(), guarded.mark).map(Some)
+        self.encode(&[end, self.rules.seam, &suffix].concat(), guarded.mark).map(Some)
+    }
+
+    /// What the template writes of messages behind others, with the start of an answer.
+    fn suffix(&self, before: &[Message], messages: &[Message]) -> Result<Option<String>, String> {
+        let all = self.render(&[before, messages].concat(), &[], true)?;
+        let before = self.render(before, &[], false)?;
+        Ok(all.strip_prefix(&before).map(str::to_owned))
     }
 
     fn encode(&self, text: &str, mark: Option<char>) -> Result<Vec<i32>, Refusal> {
@@ -143,7 +168,8 @@ impl Family {
     }
 
     /// Messages and tools as the template takes them, with what clients wrote marked.
-    fn guarded(&self, messages: &[Message], tools: &[Value]) -> Guarded {
+    /// `begins` tells whether they are the first of their conversation.
+    fn guarded(&self, messages: &[Message], tools: &[Value], begins: bool) -> Guarded {
         let Guarded { messages, tools, mark } = self.guard.guard(messages, tools);
         let mut taken: Vec<Message> = Vec::with_capacity(messages.len());
         for (at, mut message) in messages.into_iter().enumerate() {
@@ -152,7 +178,7 @@ impl Family {
                 message.content.extend(message.calls.iter().map(self.rules.spell));
                 message.calls.clear();
             }
-            if message.role == Role::System && at > 0 && !self.system_anywhere {
+            if message.role == Role::System && !(begins && at == 0) && !self.system_anywhere {
                 message.role = Role::User;
             }
             if message.role == Role::Tool && !self.has_tools {

@@ -36,7 +36,7 @@ pub struct Settings {
     pub sessions: usize,
     /// Asks of one session that wait or are answered at once, at most.
     pub asks: usize,
-    /// How long an ask may take, its wait for others of its session with it.
+    /// How long an ask may wait for others of its session, and how long its draws may take.
     pub deadline: Duration,
     /// A session that nobody asks for as long takes no further asks.
     pub idle: Duration,
@@ -284,18 +284,15 @@ impl<D: Draw> Inner<D> {
             let most = self.settings.asks;
             return Err(Refusal::Busy(format!("session `{name}` has {most} requests already")));
         };
-        let late = |_| Refusal::Busy(format!("session `{name}` was not answered in time"));
-        let answered = async {
-            let tree = session.tree.clone().lock_owned().await;
-            // It may have been closed meanwhile.
-            self.find(&name)?;
-            let (tree, ask, seen) = self.clone().see(tree, ask).await?;
-            match seen {
-                Seen::Answered(at) => Ok(tree.answer(at)),
-                Seen::New(plan) => self.turn(&name, &session, tree, ask, plan).await,
-            }
-        };
-        tokio::time::timeout(self.settings.deadline, answered).await.map_err(late)?
+        let waiting = session.tree.clone().lock_owned();
+        let tree = tokio::time::timeout(self.settings.deadline, waiting).await.map_err(|_| late(&name))?;
+        // It may have been closed meanwhile.
+        self.find(&name)?;
+        let (tree, ask, seen) = self.clone().see(tree, ask).await?;
+        match seen {
+            Seen::Answered(at) => Ok(tree.answer(at)),
+            Seen::New(plan) => self.turn(&name, &session, tree, ask, plan).await,
+        }
     }
 
     /// Tokens of a conversation are counted on a thread of their own: a long one takes a while.
@@ -329,7 +326,10 @@ impl<D: Draw> Inner<D> {
         }
         let sampling = self.sampling(&session.opening.sampling, &ask, (limit - tokens) as usize);
         let first = tree.draws();
-        let (made, draws) = draw::whole(&self.draw, name, first, prompt, sampling).await?;
+        let drawing = draw::whole(&self.draw, name, first, prompt, sampling);
+        let drawn = tokio::time::timeout(self.settings.deadline, drawing).await;
+        let (made, draws) = drawn.map_err(|_| late(name))??;
+        // From here on nothing gives up: what the journal has, the tree has.
         let turn = tree.turn(&self.family, ask, plan, made, draws)?;
         self.write(name, Step::Turned(Box::new(turn.clone()))).await?;
         let at = tree.commit(turn).map_err(Refusal::Broken)?;
@@ -352,6 +352,10 @@ impl<D: Draw> Inner<D> {
     }
 }
 
+fn late(session: &str) -> Refusal {
+    Refusal::Busy(format!("session `{session}` had no answer in time"))
+}
+
 #[async_trait]
 impl<D: Draw> Converse for Sessions<D> {
     async fn ask(&self, session: &str, ask: Ask) -> Result<Answer, Refusal> {
@@ -363,8 +367,7 @@ impl<D: Draw> Converse for Sessions<D> {
     async fn count(&self, session: &str, ask: Ask) -> Result<u64, Refusal> {
         let found = self.inner.enter(session).await?;
         let waiting = tokio::time::timeout(self.inner.settings.deadline, found.tree.clone().lock_owned());
-        let late = |_| Refusal::Busy(format!("session `{session}` was not free in time"));
-        let (tree, _, seen) = self.inner.clone().see(waiting.await.map_err(late)?, ask).await?;
+        let (tree, _, seen) = self.inner.clone().see(waiting.await.map_err(|_| late(session))?, ask).await?;
         Ok(match seen {
             Seen::Answered(at) => tree.answer(at).prompt_tokens,
             Seen::New(plan) => plan.cached + plan.given.len() as u64,

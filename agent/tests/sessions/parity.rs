@@ -42,7 +42,7 @@ pub(crate) fn plan(tree: &Tree, family: &driftless_agent::Family, ask: &Ask) -> 
 }
 
 /// An answer in the split that its text has.
-fn generation(text: &str, end: &str) -> Generation {
+pub(crate) fn generation(text: &str, end: &str) -> Generation {
     let output_ids = toy::tokenizer().encode(&format!("{text}{end}")).unwrap();
     Generation {
         rid: Rid::new(1, 1),
