@@ -71,7 +71,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// As for [`Tokenizer::encode`].
-    pub fn encode_plain(&self, text: &str) -> Result<Vec<i32>> {
+    pub(crate) fn encode_plain(&self, text: &str) -> Result<Vec<i32>> {
         self.plain(text).map_err(|error| self.refused(error.as_ref()))
     }
 
