@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod basic;
+mod broken;
 mod families;
 mod parity;
 mod random;
