@@ -5,15 +5,14 @@ use super::{Board, PAGE};
 use crate::cli::shared::error::{Error, Result};
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, Request, State};
-use axum::http::uri::Authority;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use axum::{Router, middleware};
 use driftless::http::listen::{Limits, serve_http};
-use driftless::http::{Server, Threads, Token, check_exposure, refuse};
-use std::net::{IpAddr, SocketAddr};
+use driftless::http::{Server, Threads, Token, check_exposure, is_ours, refuse};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use tokio::runtime::Handle;
 use tokio::task::spawn_blocking;
@@ -85,46 +84,4 @@ async fn guard(is_open: bool, request: Request, next: Next) -> Response {
         answer.headers_mut().insert(HeaderName::from_static(name), HeaderValue::from_static(value));
     }
     answer
-}
-
-/// Whether a request names this server as what it is. Without a token only loopback has a name here; behind one, a proxy's
-/// name will do.
-fn is_ours(headers: &HeaderMap, is_open: bool) -> bool {
-    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let Some(host) = text(header::HOST).and_then(|host| host.parse::<Authority>().ok()) else { return false };
-    let name = host.host().trim_start_matches('[').trim_end_matches(']');
-    let is_loopback =
-        name.eq_ignore_ascii_case("localhost") || name.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
-    let is_own = |origin: &str| origin.split_once("://").is_some_and(|(_, place)| place == host.as_str());
-    let is_same = !headers.contains_key(header::ORIGIN) || text(header::ORIGIN).is_some_and(is_own);
-    (is_loopback || !is_open) && is_same
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_names_of_loopback_are_ours_without_a_token() {
-        let ask = |host: Option<&str>, origin: Option<&str>, is_open| {
-            let mut headers = HeaderMap::new();
-            let pairs = [(header::HOST, host), (header::ORIGIN, origin)];
-            for (name, value) in pairs.into_iter().filter_map(|(name, value)| Some((name, value?))) {
-                headers.insert(name, HeaderValue::from_str(value).expect("a value"));
-            }
-            is_ours(&headers, is_open)
-        };
-        for host in ["localhost:7430", "127.0.0.1", "[::1]:8080", "LOCALHOST"] {
-            assert!(ask(Some(host), None, true), "{host}");
-        }
-        for host in ["evil.example", "127.0.0.1.evil.example", "10.0.0.1:7430", "a b"] {
-            assert!(!ask(Some(host), None, true), "{host}");
-        }
-        assert!(!ask(None, None, true) && ask(Some("runs.internal"), None, false));
-        for is_open in [true, false] {
-            assert!(ask(Some("localhost:1"), Some("http://localhost:1"), is_open));
-            assert!(!ask(Some("localhost:1"), Some("http://localhost:2"), is_open));
-            assert!(!ask(Some("localhost:1"), Some("null"), is_open));
-        }
-    }
 }

@@ -8,6 +8,8 @@ pub mod listen;
 pub mod metrics;
 #[cfg(feature = "client")]
 mod notify;
+#[cfg(feature = "serve")]
+mod origin;
 #[cfg(feature = "client")]
 pub mod runtime;
 #[cfg(feature = "serve")]
@@ -20,5 +22,7 @@ pub use error::Lost;
 pub use error::{Error, Result};
 #[cfg(feature = "client")]
 pub use notify::Followers;
+#[cfg(feature = "serve")]
+pub use origin::is_ours;
 #[cfg(feature = "serve")]
 pub use server::{Server, Threads, Token, check_exposure, refuse};

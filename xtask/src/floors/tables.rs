@@ -63,7 +63,12 @@ pub(super) const HOUSES: &[House] = &[
         name: "driftless-http",
         below: &[],
         lines_max: LINES_MAX,
-        floors: &[&["error", "listen", "metrics"], &["runtime", "server"], &["client"], &["notify"]],
+        floors: &[
+            &["error", "listen", "metrics", "origin"],
+            &["runtime", "server"],
+            &["client"],
+            &["notify"],
+        ],
     },
     House {
         name: "driftless-store",
@@ -150,8 +155,8 @@ pub(super) const HOUSES: &[House] = &[
         lines_max: LINES_MAX,
         floors: &[
             &["error", "message"],
-            &["chat", "journal", "tokenizer"],
-            &["family"],
+            &["chat", "journal", "tokenizer", "wire"],
+            &["family", "gateway"],
             &["session"],
             &["sessions"],
         ],
