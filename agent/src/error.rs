@@ -48,6 +48,9 @@ pub enum Error {
         /// The library's answer.
         reason: String,
     },
+    /// The gateway cannot listen.
+    #[error(transparent)]
+    Http(#[from] driftless_http::Error),
 }
 
 /// `Result` with this crate's [`Error`].

@@ -3,11 +3,13 @@
 pub mod chat;
 mod error;
 mod family;
+pub mod gateway;
 mod journal;
 pub mod message;
 pub mod session;
 pub mod sessions;
 mod tokenizer;
+pub mod wire;
 
 pub use error::{Error, Result};
 pub use family::Family;
