@@ -280,7 +280,10 @@ fn two_clients_in_one_session_are_both_answered() {
 /// The vendors' own clients, where `DRIFTLESS_CLIENTS_PYTHON` names an interpreter that has them.
 #[test]
 fn the_vendors_clients_understand_every_answer() {
-    let Some(python) = std::env::var_os("DRIFTLESS_CLIENTS_PYTHON") else { return };
+    let Some(python) = std::env::var_os("DRIFTLESS_CLIENTS_PYTHON") else {
+        eprintln!("skipped: DRIFTLESS_CLIENTS_PYTHON is not set; `cargo xtask test rewards` sets it");
+        return;
+    };
     let served = serve(|_| {});
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients.py");
     let url = format!("http://{}", served.gateway.addr());

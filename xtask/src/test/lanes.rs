@@ -155,9 +155,9 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients",
         needs: &[Need::Rewards],
-        programs: Tests::Some(&["trainer::hooks", "trainer::tensorboard"]),
+        programs: Tests::Some(&["trainer::hooks", "trainer::tensorboard", "agent::gateway"]),
         takes: &[],
         after: &[],
         run: with_rewards,
@@ -424,7 +424,9 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.logged(Command::new(&python).args(pairs))?;
     let mut hooks = context.program("trainer::hooks")?;
     context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", &python))?;
-    context.some(context.program("trainer::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", python))
+    context.some(context.program("trainer::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
+    let mut clients = context.program("agent::gateway")?;
+    context.some(clients.args(["--nocapture", "vendors_clients"]).env("DRIFTLESS_CLIENTS_PYTHON", python))
 }
 
 fn with_stores(context: &Context) -> Result<()> {
