@@ -170,6 +170,8 @@ fn load_is_shed_before_a_body_is_read() {
     assert_eq!((shed.status, shed.head.contains("retry-after: 1")), (503, true), "{}", shed.body);
     let shed = served.head_only(MESSAGES, &unread);
     assert_eq!((shed.status, &shed.json()["error"]["type"]), (529, &json!("overloaded_error")));
+    // A client that has sent much of it hears the same.
+    assert_eq!(served.send(CHAT, BEARER, &[b' '; 4 << 20]).status, 503);
     served.scripted.release();
     assert_eq!(hear(waiting).status, 200);
     assert_eq!(served.post(CHAT, &said("now")).status, 200, "its place is free again");

@@ -16,15 +16,17 @@ const PACKAGES: [&str; 5] = [
     "anthropic==2.14.0",
 ];
 /// The directory in the cache: another one for other packages.
-const HOME: &str =
-    "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0";
+const HOME: &str = "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0";
 /// File whose presence says that the installation ran to its end.
 const MARKER: &str = "installed";
 
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
     let found = cache.join(HOME).join(MARKER).is_file();
-    (!found).then(|| "math-verify, reasoning-gym, tensorboard, openai and anthropic (cargo xtask test --ci rewards)".to_owned())
+    (!found).then(|| {
+        "math-verify, reasoning-gym, tensorboard, openai and anthropic (cargo xtask test --ci rewards)"
+            .to_owned()
+    })
 }
 
 /// Its interpreter.
