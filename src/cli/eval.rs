@@ -162,7 +162,7 @@ fn options(args: Args, scratch: &Path) -> Result<EvaluateOptions> {
     }
     let log = args.log.unwrap_or_else(|| scratch.join("log"));
     paths::check_place("--log", &log)?;
-    let sets = args.eval.alone(&start, args.draw.n_eval_prompts, &args.draw.sampling())?;
+    let sets = args.eval.alone(&start, &args.draw.sampling())?;
     let client = args.draw.call.client("--engine", &args.engine)?;
     let of = match (args.checkpoint, args.store, args.run) {
         (None, Some(store), Some(run)) => Of::Run { store: store::open(&store)?, run, versions },

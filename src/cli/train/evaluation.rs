@@ -31,6 +31,10 @@ pub(crate) struct EvalArgs {
     /// How large these problems are, from 1.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(Kind::DIFFICULTY_MAX)))]
     pub(super) task_difficulty: u32,
+    /// How many of the held-out problems of --task.
+    #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
+    #[serde(skip)]
+    n_eval_prompts: u64,
     /// Measure on the prompts of FILE, under NAME. May be given several times.
     #[arg(long, value_names = ["NAME", "FILE"], num_args = 2)]
     #[serde(skip)]
@@ -84,9 +88,6 @@ pub(crate) struct DrawArgs {
     /// Requests an engine is given at once.
     #[arg(long, default_value_t = 512, value_parser = numbers::count::<usize>())]
     pub(crate) sglang_server_concurrency: usize,
-    /// How many of the held-out problems of --task.
-    #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
-    pub(crate) n_eval_prompts: u64,
     /// Seconds that one generation may take, retries and recovering engines included; waiting for its turn is
     /// not.
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
@@ -138,13 +139,9 @@ impl EvalArgs {
         Ok(RowReader::open(data::options(&self.data, "--task", &[])?, checkpoint)?)
     }
 
-    /// So many problems that are never practised.
-    pub(super) fn held_out(
-        &self,
-        kind: &'static Kind,
-        reader: &RowReader,
-        prompts: u64,
-    ) -> Result<Option<HeldOut>> {
+    /// Problems that are never practised.
+    pub(super) fn held_out(&self, kind: &'static Kind, reader: &RowReader) -> Result<Option<HeldOut>> {
+        let prompts = self.n_eval_prompts;
         let count = usize::try_from(prompts).unwrap_or(usize::MAX);
         let problems = || Generated::held_out(kind, self.task_difficulty, count, reader.clone());
         let problems = (count > 0).then(problems).transpose()?;
@@ -213,12 +210,7 @@ impl EvalArgs {
     }
 
     /// What is measured where nothing is learned, with the tokenizer of `checkpoint`.
-    pub(crate) fn alone(
-        &self,
-        checkpoint: &Path,
-        eval_prompts: u64,
-        sampling: &SamplingParams,
-    ) -> Result<Vec<EvalSet>> {
+    pub(crate) fn alone(&self, checkpoint: &Path, sampling: &SamplingParams) -> Result<Vec<EvalSet>> {
         self.check_names()?;
         let kind = self.kind();
         let reward = self.rewards.reward(kind.is_some() || self.data.label_key.is_some())?;
@@ -228,7 +220,7 @@ impl EvalArgs {
         if reward.is_none() && !self.eval_prompt_data.is_empty() {
             return Err(no_reward());
         }
-        let held_out = kind.map(|kind| self.held_out(kind, &self.reader(checkpoint)?, eval_prompts));
+        let held_out = kind.map(|kind| self.held_out(kind, &self.reader(checkpoint)?));
         let (held_out, named) = (held_out.transpose()?.flatten(), self.named(checkpoint)?);
         let reward = reward.or_else(|| kind.map(|kind| Arc::new(kind) as Arc<dyn Reward>));
         let first = held_out.as_ref().map(|(source, _)| source.clone());

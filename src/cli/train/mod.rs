@@ -555,7 +555,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         return Err(Error::usage("--check-weight-update-equal", expected, "both"));
     }
     let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
-    let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.draw.n_eval_prompts)?;
+    let chosen = args.task.choose(&hf_checkpoint, args.seed)?;
     let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(BATCH_SIZE);
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let (lr, n_samples_per_prompt) = (args.lr.unwrap_or(LR), rollout.n_samples_per_prompt);

@@ -97,11 +97,10 @@ impl TaskArgs {
         settings.into_iter().map(|(name, value)| (name, text(value))).collect()
     }
 
-    /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task, of which
-    /// `eval_prompts` are to be measured on.
-    pub(crate) fn choose(&self, checkpoint: &Path, seed: u64, eval_prompts: u64) -> Result<Chosen> {
+    /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task.
+    pub(crate) fn choose(&self, checkpoint: &Path, seed: u64) -> Result<Chosen> {
         if let Some(kind) = self.eval.kind() {
-            return self.made_up(kind, checkpoint, seed, eval_prompts);
+            return self.made_up(kind, checkpoint, seed);
         }
         let reward = self.eval.reward()?.ok_or_else(no_reward);
         match self.hooks.data_source(&self.eval.rewards)? {
@@ -149,19 +148,12 @@ impl TaskArgs {
     }
 
     /// Problems of a kind.
-    fn made_up(
-        &self,
-        kind: &'static Kind,
-        checkpoint: &Path,
-        seed: u64,
-        eval_prompts: u64,
-    ) -> Result<Chosen> {
+    fn made_up(&self, kind: &'static Kind, checkpoint: &Path, seed: u64) -> Result<Chosen> {
         let reward = self.eval.rewards.reward(true)?;
         let rewarded = reward.is_some();
         let reader = self.eval.reader(checkpoint)?;
         let context_len = self.eval.context_len();
-        let (difficulty, held_out) =
-            (self.eval.task_difficulty, self.eval.held_out(kind, &reader, eval_prompts)?);
+        let (difficulty, held_out) = (self.eval.task_difficulty, self.eval.held_out(kind, &reader)?);
         let practice = Generated::practice(kind, difficulty, seed, reader);
         let task = self.task(Arc::new(practice), reward.unwrap_or_else(|| Arc::new(kind)))?;
         Ok(Chosen { task, context_len, held_out, epochs: None, rewarded })
