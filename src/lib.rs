@@ -9,6 +9,7 @@
 //! | `transport` | [`transport`], [`store`] | publications: publish, follow; the stores that hold them | yes |
 //! | `buffer` | [`buffer`] | the rollout log | yes |
 //! | `bridge` | `bridge` | inference engines: attach, generate, activate | no |
+//! | `agent` | `agent` | conversations as tokens, and the gateway for OpenAI's and Anthropic's clients | no |
 //! | `trainer` | `trainer` | the loop: tasks, rollouts, schedule, learners behind one trait | no |
 //! | `object` | – | stores on S3, Google Cloud Storage and Azure | no |
 //! | `arrow` | – | the log as Arrow IPC and Parquet | no |
@@ -32,6 +33,8 @@ extern crate self as driftless;
 #[cfg(feature = "cli")]
 mod cli;
 
+#[cfg(feature = "agent")]
+pub use driftless_agent as agent;
 #[cfg(feature = "bridge")]
 pub use driftless_bridge as bridge;
 #[cfg(feature = "buffer")]

@@ -15,6 +15,7 @@ mod doctor;
 mod eval;
 mod fleet;
 mod follow;
+mod gateway;
 mod gc;
 mod init;
 mod inspect;
@@ -123,6 +124,7 @@ commands! {
     Publish: publish,
     Follow: follow,
     Fleet: fleet,
+    Gateway: gateway,
     Coordinate: coordinate,
     Dashboard: dashboard,
     Data: data,

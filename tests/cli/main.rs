@@ -10,6 +10,7 @@ mod dashboard;
 mod data;
 mod doctor;
 mod examples;
+mod gateway;
 mod init;
 mod interrupted;
 mod log;

@@ -98,6 +98,20 @@ fn sound(run: &mut Run) -> Vec<Sound> {
             &[],
         ),
         Sound::new(&["dashboard"], &[&"--listen", &"192.0.2.1:1"], &[&host]),
+        Sound::new(
+            &["gateway"],
+            &[
+                &"--hf-checkpoint",
+                &checkpoint,
+                &"--save",
+                &out,
+                &"--listen",
+                &"192.0.2.1:1",
+                &"--rollout-external-engine-addrs",
+                &"127.0.0.1:1",
+            ],
+            &[],
+        ),
         Sound::new(&["fleet", "list"], &[], &[&host]),
         Sound::new(&["fleet", "drain"], &[], &[&host, Path::new("127.0.0.1:1")]),
         Sound::new(

@@ -20,6 +20,8 @@ pub(crate) enum Error {
     #[error(transparent)]
     Bridge(#[from] driftless::bridge::Error),
     #[error(transparent)]
+    Agent(#[from] driftless::agent::Error),
+    #[error(transparent)]
     Trainer(driftless::trainer::Error),
     #[cfg(feature = "torch")]
     #[error(transparent)]
@@ -93,6 +95,7 @@ impl Error {
             Error::Http(error) => http_code(error),
             Error::Relay(error) => relay_code(error),
             Error::Bridge(error) => bridge_code(error),
+            Error::Agent(error) => agent_code(error),
             Error::Trainer(error) => trainer_code(error),
             #[cfg(feature = "torch")]
             Error::Torch(error) => torch_code(error),
@@ -105,7 +108,9 @@ impl Error {
         match self {
             Error::Transport(error) => transport_hint(error),
             Error::Relay(driftless::relay::Error::Transport(error)) => transport_hint(error),
-            Error::Relay(driftless::relay::Error::Http(error)) | Error::Http(error) => http_hint(error),
+            Error::Relay(driftless::relay::Error::Http(error))
+            | Error::Agent(driftless::agent::Error::Http(error))
+            | Error::Http(error) => http_hint(error),
             Error::Trainer(error) => trainer_hint(error).or_else(|| flags_hint(self)),
             #[cfg(feature = "torch")]
             Error::Torch(_) => flags_hint(self),
@@ -128,7 +133,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 21] = [
+const FLAGS: [(&str, &str); 22] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -140,6 +145,7 @@ const FLAGS: [(&str, &str); 21] = [
     ("dashboard address", "--listen, with --token-file"),
     ("engines_in_use", "--engines-in-use"),
     ("follower address", "--listen, with --token-file"),
+    ("gateway address", "--listen, with --token-file"),
     ("keep", "--keep"),
     ("plugin_dir", "--plugin-dir"),
     ("push", "--update-weight-transport, --colocate"),
@@ -319,6 +325,16 @@ pub fn bridge_code(error: &driftless::bridge::Error) -> u8 {
         | Bridge::Exhausted { .. }
         | Bridge::Group { .. }
         | Bridge::Unreachable { .. } => 4,
+        _ => 1,
+    }
+}
+
+/// 3 where a file of a checkpoint was refused, or a server's reason.
+fn agent_code(error: &driftless::agent::Error) -> u8 {
+    use driftless::agent::Error as Agent;
+    match error {
+        Agent::Json { .. } => 3,
+        Agent::Http(error) => http_code(error),
         _ => 1,
     }
 }

@@ -1,0 +1,135 @@
+//! Agents talk to an engine through the gateway, which is killed.
+
+use crate::common::{Process, code, driftless, run};
+use driftless_testkit::http::exchange;
+use driftless_testkit::sglang::{Fake, write};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+const CHAT: &str = "POST /s/task-1/v1/chat/completions";
+const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n\
+                        {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+/// Tokens that no text has.
+const MARKS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+
+/// The id of a letter in [`model`].
+fn id(letter: char) -> i32 {
+    MARKS.len() as i32 + letter as i32
+}
+
+/// A checkpoint of ChatML, with a token for each letter of ASCII.
+fn model(dir: &Path) -> PathBuf {
+    let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4, "intermediate_size": 6,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 131,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "max_position_embeddings": 4096});
+    let model = write(dir, 1, 4, &config);
+    let mut words: serde_json::Map<String, Value> =
+        (0..128_u8).map(|letter| (char::from(letter).to_string(), json!(id(char::from(letter))))).collect();
+    let mark = |(id, mark): (usize, &&str)| {
+        json!({"id": id, "content": mark, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true})
+    };
+    let marks: Vec<_> = MARKS.iter().enumerate().map(mark).collect();
+    words.extend(MARKS.iter().enumerate().map(|(id, mark)| ((*mark).to_owned(), json!(id))));
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": marks, "normalizer": null,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?s)."}, "behavior": "Isolated", "invert": false},
+        "post_processor": null, "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "?"},
+    });
+    let config = json!({"eos_token": "<|im_end|>", "chat_template": TEMPLATE});
+    for (name, file) in [("tokenizer.json", tokenizer), ("tokenizer_config.json", config)] {
+        std::fs::write(model.join(name), file.to_string()).expect("a file");
+    }
+    model
+}
+
+/// A gateway over `fake`, and what its clients are told of its address.
+struct Served {
+    process: Process,
+    url: String,
+}
+
+fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
+    let mut command = driftless();
+    command.args(["--json", "--die-with-parent", "gateway", "--listen", "127.0.0.1:0", "--hf-checkpoint"]);
+    command.arg(model).arg("--save").arg(dir.join("save"));
+    command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
+    let mut process = Process::start("gateway", dir, &mut command);
+    let url = process.says(0).expect("where it serves")["url"].as_str().expect("a URL").to_owned();
+    Served { process, url }
+}
+
+/// What the assistant says to a conversation.
+fn ask(served: &Served, messages: &Value) -> Value {
+    let address =
+        served.url.strip_prefix("http://").and_then(|address| address.parse().ok()).expect("an address");
+    let body = json!({"model": "any", "messages": messages}).to_string();
+    let (status, body) = exchange(address, CHAT, "host: localhost\r\n", &body);
+    assert_eq!(status, 200, "{body}");
+    serde_json::from_str(&body).expect("JSON")
+}
+
+#[test]
+fn a_conversation_goes_on_where_the_gateway_was_killed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    fake.engine().tokens = vec![id('a'), id('b')];
+    let served = serve(dir.path(), &model, &fake);
+    let mut messages = vec![json!({"role": "user", "content": "hi <|im_end|>"})];
+    let first = ask(&served, &json!(messages));
+    assert_eq!(first["choices"][0]["message"]["content"], "a");
+    assert_eq!(ask(&served, &json!(messages))["choices"], first["choices"]);
+    assert_eq!(fake.engine().generated, 1, "who asks again gets the same answer");
+    // With SIGKILL.
+    drop(served);
+
+    let mut served = serve(dir.path(), &model, &fake);
+    assert_eq!(ask(&served, &json!(messages))["choices"], first["choices"]);
+    messages.push(first["choices"][0]["message"].clone());
+    messages.push(json!({"role": "user", "content": "more"}));
+    let second = ask(&served, &json!(messages));
+    assert_eq!(second["choices"][0]["message"]["content"], "b");
+    let asked = fake.engine().asked.clone();
+    assert_eq!(asked.len(), 2, "what was durable is not drawn again");
+    let usage = &second["usage"];
+    assert_eq!(usage["prompt_tokens"], asked[1]);
+    assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], asked[0] + 1);
+    let pid = rustix::process::Pid::from_raw(served.process.id() as i32).expect("a process");
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it runs");
+    assert!(served.process.wait().success(), "{}", served.process.output());
+
+    let file = dir.path().join("samples.jsonl");
+    let mut export = driftless();
+    export.args(["gateway", "--hf-checkpoint"]).arg(&model).arg("--save").arg(dir.path().join("save"));
+    run(export.arg("--export").arg(&file));
+    let lines = std::fs::read_to_string(&file).expect("a file");
+    let samples: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(samples.len(), 1, "{lines}");
+    assert_eq!(samples[0]["session"], "task-1");
+    let numbers = |field: &str| -> Vec<i64> {
+        samples[0][field].as_array().into_iter().flatten().filter_map(Value::as_i64).collect()
+    };
+    let (tokens, mask) = (numbers("tokens"), numbers("loss_mask"));
+    let response = &tokens[asked[0]..];
+    let trained: Vec<_> =
+        response.iter().zip(&mask).filter(|(_, mask)| **mask == 1).map(|(token, _)| *token).collect();
+    assert_eq!(trained, [id('a').into(), id('b').into()], "what was sampled, and that alone");
+    let ends = tokens.iter().filter(|token| **token == 2).count();
+    assert_eq!(ends, 3, "two turns of the user, one answer that was cut; the user's own mark is text");
+}
+
+#[test]
+fn a_gateway_for_others_wants_a_token() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    let mut command = driftless();
+    command.args(["gateway", "--listen", "0.0.0.0:0", "--hf-checkpoint"]).arg(&model);
+    command.arg("--save").arg(dir.path().join("save"));
+    command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
+    let (status, words) = code(command.env_remove("DRIFTLESS_TOKEN"));
+    assert_eq!(status, Some(2), "{words}");
+    assert!(words.contains("--token-file"), "{words}");
+}
