@@ -51,23 +51,41 @@ struct Served {
 }
 
 fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
+    serve_with(dir, model, fake, &[])
+}
+
+fn serve_with(dir: &Path, model: &Path, fake: &Fake, more: &[&str]) -> Served {
     let mut command = driftless();
-    command.args(["--json", "--die-with-parent", "gateway", "--listen", "127.0.0.1:0", "--hf-checkpoint"]);
-    command.arg(model).arg("--save").arg(dir.join("save"));
+    command.args(["--json", "--die-with-parent", "gateway", "--listen", "127.0.0.1:0"]).args(more);
+    command.arg("--hf-checkpoint").arg(model).arg("--save").arg(dir.join("save"));
     command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
     let mut process = Process::start("gateway", dir, &mut command);
     let url = process.says(0).expect("where it serves")["url"].as_str().expect("a URL").to_owned();
     Served { process, url }
 }
 
-/// What the assistant says to a conversation.
-fn ask(served: &Served, messages: &Value) -> Value {
+/// Status and body of the answer to a conversation.
+fn post(served: &Served, request: &str, headers: &str, messages: &Value) -> (u16, String) {
     let address =
         served.url.strip_prefix("http://").and_then(|address| address.parse().ok()).expect("an address");
-    let body = json!({"model": "any", "messages": messages}).to_string();
-    let (status, body) = exchange(address, CHAT, "host: localhost\r\n", &body);
+    exchange(address, request, headers, &json!({"model": "any", "messages": messages}).to_string())
+}
+
+/// What the assistant says to a conversation.
+fn ask(served: &Served, messages: &Value) -> Value {
+    let (status, body) = post(served, CHAT, "host: localhost\r\n", messages);
     assert_eq!(status, 200, "{body}");
     serde_json::from_str(&body).expect("JSON")
+}
+
+/// What is exported of all sessions.
+fn exported(dir: &Path, model: &Path) -> Vec<Value> {
+    let file = dir.join("samples.jsonl");
+    let mut export = driftless();
+    export.args(["gateway", "--hf-checkpoint"]).arg(model).arg("--save").arg(dir.join("save"));
+    run(export.arg("--export").arg(&file));
+    let lines = std::fs::read_to_string(&file).expect("a file");
+    lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
 #[test]
@@ -100,13 +118,8 @@ fn a_conversation_goes_on_where_the_gateway_was_killed() {
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it runs");
     assert!(served.process.wait().success(), "{}", served.process.output());
 
-    let file = dir.path().join("samples.jsonl");
-    let mut export = driftless();
-    export.args(["gateway", "--hf-checkpoint"]).arg(&model).arg("--save").arg(dir.path().join("save"));
-    run(export.arg("--export").arg(&file));
-    let lines = std::fs::read_to_string(&file).expect("a file");
-    let samples: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    assert_eq!(samples.len(), 1, "{lines}");
+    let samples = exported(dir.path(), &model);
+    assert_eq!(samples.len(), 1, "{samples:?}");
     assert_eq!(samples[0]["session"], "task-1");
     let numbers = |field: &str| -> Vec<i64> {
         samples[0][field].as_array().into_iter().flatten().filter_map(Value::as_i64).collect()
@@ -132,4 +145,32 @@ fn a_gateway_for_others_wants_a_token() {
     let (status, words) = code(command.env_remove("DRIFTLESS_TOKEN"));
     assert_eq!(status, Some(2), "{words}");
     assert!(words.contains("--token-file"), "{words}");
+}
+
+#[test]
+fn a_token_opens_sessions_of_any_name() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    fake.engine().tokens = vec![id('a')];
+    let file = dir.path().join("token");
+    std::fs::write(&file, "secret\n").expect("a file");
+    let served = serve_with(dir.path(), &model, &fake, &["--token-file", &file.display().to_string()]);
+    let messages = json!([{"role": "user", "content": "hi"}]);
+    for key in ["", "authorization: Bearer other\r\n"] {
+        assert_eq!(post(&served, CHAT, key, &messages).0, 401, "{key}");
+    }
+    let key = "x-api-key: secret\r\n";
+    for request in [CHAT, "POST /v1/messages"] {
+        let (status, body) = post(&served, request, key, &messages);
+        assert_eq!(status, 200, "{body}");
+    }
+    assert_eq!(post(&served, "POST /s/a%20b/v1/messages", key, &messages).0, 401, "no name");
+    drop(served);
+    let mut sessions: Vec<_> =
+        exported(dir.path(), &model).iter().map(|sample| sample["session"].clone()).collect();
+    sessions.sort_by_key(ToString::to_string);
+    assert_eq!(sessions, ["default", "task-1"]);
+    let journal = std::fs::read(dir.path().join("save/sessions.journal")).expect("a file");
+    assert!(!journal.windows(6).any(|bytes| bytes == b"secret"), "the token is in no file");
 }

@@ -10,7 +10,7 @@ use crate::cli::shared::{keys, numbers, paths};
 use crate::cli::train::evaluation::DrawArgs;
 use driftless::agent::Family;
 use driftless::agent::gateway::{Gateway, GatewayOptions};
-use driftless::agent::session::Sample;
+use driftless::agent::session::{Sample, Thoughts};
 use driftless::agent::sessions::{Draw, Opening, Sessions, Settings};
 use driftless::bridge::fleet::FleetOptions;
 use driftless::http::{check_exposure, runtime};
@@ -76,12 +76,19 @@ pub(crate) struct Args {
     /// max_position_embeddings].
     #[arg(long, value_name = "TOKENS", value_parser = numbers::count::<usize>())]
     rollout_max_context_len: Option<usize>,
+    /// Leave thoughts out of later prompts once the user asks something else, as most chat templates do. A session is then
+    /// a sample for each question with thoughts before it.
+    #[arg(long)]
+    strip_thoughts: bool,
     /// Seed of sampling.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Write the samples of all sessions into this file, a JSON object a line, and serve nothing.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "token_file", "rollout_external_engine_addrs"])]
     export: Option<PathBuf>,
+    /// Write those of requests that are a client's own housekeeping, such as titles, too.
+    #[arg(long, requires = "export")]
+    auxiliary: bool,
     #[command(flatten)]
     draw: DrawArgs,
 }
@@ -153,6 +160,7 @@ fn sessions<D: Draw>(args: &Args, family: Family, draw: D) -> Result<Sessions<D>
     let settings = Settings {
         model: args.model_name(),
         context: args.context()?,
+        thoughts: if args.strip_thoughts { Thoughts::Stripped } else { Thoughts::Kept },
         visitors: Some(visitors),
         ..Settings::default()
     };
@@ -172,7 +180,7 @@ fn export(args: &Args, file: &Path, output: Output) -> Result<()> {
     let mut lines = std::io::BufWriter::new(std::fs::File::create(file).map_err(io)?);
     let mut count = 0_u64;
     for session in sessions.names() {
-        let samples = runtime::wait(&runtime, sessions.samples(&session, false, context));
+        let samples = runtime::wait(&runtime, sessions.samples(&session, args.auxiliary, context));
         let samples = samples.map_err(|refusal| Error::usage("--save", "sessions with samples", refusal))?;
         for sample in &samples {
             writeln!(lines, "{}", line(&session, sample)).map_err(io)?;
