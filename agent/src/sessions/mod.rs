@@ -70,7 +70,7 @@ pub struct Opening {
     pub sampling: SamplingParams,
 }
 
-/// Open sessions, kept in a journal.
+/// Open sessions, kept in a journal or by whoever draws their tokens.
 #[derive(Debug)]
 pub struct Sessions<D> {
     inner: Arc<Inner<D>>,
@@ -80,7 +80,7 @@ pub struct Sessions<D> {
 struct Inner<D> {
     family: Family,
     draw: D,
-    journal: Journal,
+    journal: Option<Journal>,
     settings: Settings,
     book: Mutex<Book>,
 }
@@ -112,8 +112,17 @@ impl<D: Draw> Sessions<D> {
             book = read;
             Ok(kept)
         })?;
-        let inner = Inner { family, draw, journal, settings, book: Mutex::new(book) };
-        Ok(Sessions { inner: Arc::new(inner) })
+        Ok(Self::of(family, draw, Some(journal), settings, book))
+    }
+
+    /// Sessions that end with this value. What draws their tokens keeps them, if anything does.
+    #[must_use]
+    pub fn in_memory(family: Family, draw: D, settings: Settings) -> Self {
+        Self::of(family, draw, None, settings, Book::default())
+    }
+
+    fn of(family: Family, draw: D, journal: Option<Journal>, settings: Settings, book: Book) -> Self {
+        Sessions { inner: Arc::new(Inner { family, draw, journal, settings, book: Mutex::new(book) }) }
     }
 
     /// Opens a session. One that is open with the same key and sampling stays as it is.
@@ -146,7 +155,10 @@ impl<D: Draw> Sessions<D> {
         self.inner.write(session, Step::Closed).await?;
         let mut book = self.inner.book();
         book.open.remove(session);
-        book.closed.insert(session.to_owned());
+        // Without a journal a name that was given once is not told from one that never was.
+        if self.inner.journal.is_some() {
+            book.closed.insert(session.to_owned());
+        }
         Ok(())
     }
 
@@ -272,9 +284,10 @@ impl<D: Draw> Inner<D> {
     }
 
     async fn write(&self, session: &str, step: Step) -> Result<(), Refusal> {
+        let Some(journal) = &self.journal else { return Ok(()) };
         let broken = |error: &dyn std::error::Error| Refusal::Broken(format!("session `{session}`: {error}"));
         let bytes = Record::new(session, step).to_bytes().map_err(|error| broken(&error))?;
-        self.journal.append(bytes).await.map_err(|error| broken(&error))
+        journal.append(bytes).await.map_err(|error| broken(&error))
     }
 
     /// Answers, whether or not somebody still waits for it.

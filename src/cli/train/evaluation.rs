@@ -232,7 +232,7 @@ impl EvalArgs {
                 "--n-eval-prompts above 0, or --eval-prompt-data NAME FILE",
             ));
         };
-        Ok(self.sets(held_out.as_ref(), named, &self.rewards.task(source, reward)?, sampling))
+        Ok(self.sets(held_out.as_ref(), named, &self.rewards.task(source, checkpoint, reward)?, sampling))
     }
 }
 

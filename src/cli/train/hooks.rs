@@ -6,6 +6,7 @@ use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
 use driftless::trainer::tasks::{DataSource, Task};
 use serde::{Serialize as _, Serializer};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -121,10 +122,29 @@ impl RewardArgs {
         }
     }
 
-    /// These prompts with their rewards.
-    pub(crate) fn task(&self, source: Arc<dyn DataSource>, reward: Arc<dyn Reward>) -> Result<Task> {
-        let generate = self.hook("--custom-generate-command", self.custom_generate_command.as_ref())?;
-        Ok(Task { source, generate: generate.map(Arc::new), reward, filters: Filters::default() })
+    /// These prompts with their rewards, for the model of a checkpoint.
+    pub(crate) fn task(
+        &self,
+        source: Arc<dyn DataSource>,
+        checkpoint: &Path,
+        reward: Arc<dyn Reward>,
+    ) -> Result<Task> {
+        let generate = self.custom_generate_command.as_ref().map(|at| self.generate(at, checkpoint));
+        let generate = generate.transpose()?.map(Arc::new);
+        Ok(Task { source, generate, reward, filters: Filters::default() })
+    }
+
+    /// What makes answers; with an address for clients, if the checkpoint's conversations can be written.
+    fn generate(&self, at: &str, checkpoint: &Path) -> Result<Hook> {
+        const FLAG: &str = "--custom-generate-command";
+        let options = HookOptions::new(at).with_processes(self.hook_processes).with_deadline(self.deadline());
+        match Hook::open(FLAG, &options.clone().with_clients(checkpoint.to_owned())) {
+            Err(driftless::trainer::Error::Agent(why)) => {
+                tracing::info!("{FLAG}: its answers have no `base_url`: {why}");
+                Ok(Hook::open(FLAG, &options)?)
+            }
+            opened => Ok(opened?),
+        }
     }
 }
 

@@ -114,9 +114,9 @@ impl TaskArgs {
     }
 
     /// What is learned from these prompts and rewards, with the hooks that were named.
-    fn task(&self, source: Arc<dyn DataSource>, reward: Arc<dyn Reward>) -> Result<Task> {
+    fn task(&self, source: Arc<dyn DataSource>, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Task> {
         let filters = self.hooks.filters(&self.eval.rewards)?;
-        Ok(Task { filters, ..self.eval.rewards.task(source, reward)? })
+        Ok(Task { filters, ..self.eval.rewards.task(source, checkpoint, reward)? })
     }
 
     /// Prompts of files.
@@ -131,7 +131,7 @@ impl TaskArgs {
         let prompts = Prompts::new(data, self.rollout_shuffle, self.rollout_seed);
         Ok(Chosen {
             epochs: Some((prompts.len(), self.num_epoch.unwrap_or(1))),
-            task: self.task(Arc::new(prompts), reward)?,
+            task: self.task(Arc::new(prompts), checkpoint, reward)?,
             context_len: options.rollout_max_context_len,
             held_out: None,
             rewarded: true,
@@ -143,7 +143,7 @@ impl TaskArgs {
         let options = data::options(&self.eval.data, "--data-source-command", &[])?;
         let context_len = options.rollout_max_context_len;
         let source = Sourced::new(source, RowReader::open(options, checkpoint)?);
-        let task = self.task(Arc::new(source), reward)?;
+        let task = self.task(Arc::new(source), checkpoint, reward)?;
         Ok(Chosen { task, context_len, held_out: None, epochs: None, rewarded: true })
     }
 
@@ -155,7 +155,7 @@ impl TaskArgs {
         let context_len = self.eval.context_len();
         let (difficulty, held_out) = (self.eval.task_difficulty, self.eval.held_out(kind, &reader)?);
         let practice = Generated::practice(kind, difficulty, seed, reader);
-        let task = self.task(Arc::new(practice), reward.unwrap_or_else(|| Arc::new(kind)))?;
+        let task = self.task(Arc::new(practice), checkpoint, reward.unwrap_or_else(|| Arc::new(kind)))?;
         Ok(Chosen { task, context_len, held_out, epochs: None, rewarded })
     }
 

@@ -9,6 +9,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufRead
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::{Mutex, MutexGuard, Semaphore};
 
+use super::clients::Patience;
 use super::many::{Announced, Many, PROTOCOL, Talk};
 use super::{ANSWER_BYTES_MAX, Head, HookOptions, shown};
 use crate::error::plain;
@@ -66,11 +67,12 @@ impl Pool {
         self: &Arc<Self>,
         id: u64,
         mut line: Vec<u8>,
+        patience: Patience,
     ) -> Result<(Vec<u8>, Option<Talk>), Silent> {
         line.push(b'\n');
         let (line, mut found) = (Arc::new(line), String::new());
         for _ in 0..ATTEMPTS {
-            match self.ask_once(id, line.clone()).await {
+            match self.ask_once(id, line.clone(), &patience).await {
                 Ok(answer) => return Ok(answer),
                 // A new one may do better.
                 Err(Broken::Ended(how)) => found = how,
@@ -86,9 +88,10 @@ impl Pool {
         self: &Arc<Self>,
         id: u64,
         line: Arc<Vec<u8>>,
+        patience: &Patience,
     ) -> Result<(Vec<u8>, Option<Talk>), Broken> {
-        let pool = self.clone();
-        let asked = tokio::spawn(async move { pool.begin(id, &line).await });
+        let (pool, within) = (self.clone(), patience.clone());
+        let asked = tokio::spawn(async move { pool.begin(id, &line, &within).await });
         let begun = match asked.await.map_err(tokio::task::JoinError::try_into_panic) {
             Ok(begun) => begun?,
             Err(Ok(panic)) => std::panic::resume_unwind(panic),
@@ -96,11 +99,11 @@ impl Pool {
         };
         match begun {
             Begun::Answer(answer) => Ok((answer, None)),
-            Begun::Talk(mut talk) => Ok((talk.next().await?, Some(talk))),
+            Begun::Talk(mut talk) => Ok((talk.next(patience).await?, Some(talk))),
         }
     }
 
-    async fn begin(&self, id: u64, line: &[u8]) -> Result<Begun, Broken> {
+    async fn begin(&self, id: u64, line: &[u8], patience: &Patience) -> Result<Begun, Broken> {
         let gone = || Broken::Silent(Silent::new("the end of its processes"));
         let _permit = self.free.acquire().await.map_err(|_| gone())?;
         let mut place = self.idlest().ok_or_else(gone)?;
@@ -117,8 +120,8 @@ impl Pool {
             })?,
         };
         let deadline = self.options.deadline;
-        let late = |_| Broken::Silent(Silent::late(deadline));
-        match tokio::time::timeout(deadline, running.ask(id, line)).await.map_err(late)?? {
+        let late = || Broken::Silent(Silent::late(deadline));
+        match patience.wait(running.ask(id, line)).await.ok_or_else(late)?? {
             Said::Answer(answer) => {
                 place.process = Some(running);
                 Ok(Begun::Answer(answer))

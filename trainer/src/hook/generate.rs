@@ -2,25 +2,26 @@
 //! sample is. It is told all generations so far, or where it has the answer open the last one.
 
 use std::ops::ControlFlow;
+use std::pin::pin;
 
-use driftless_bridge::SamplingParams;
+use driftless_agent::message::Refusal;
 use driftless_bridge::engine::Finish;
+use driftless_bridge::{Generation, SamplingParams};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use super::clients::{Asked, Patience, Seat};
 use super::command::Broken;
 use super::many::Talk;
 use super::sample::{Claim, Made, assemble};
-use super::{Fault, Hook, line, parsed};
+use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::sample::{Prompt, Trajectory, Turn};
 
 /// Samples that an answer may become.
 const SAMPLES_MAX: usize = 1024;
-/// Generations of one answer.
-const GENERATIONS_MAX: usize = 256;
 
 const EXPECTED: &str = "{\"generate\": {…}} or {\"samples\": [{…}]} as docs/hooks.md has them";
 
@@ -35,6 +36,11 @@ struct Question<'a> {
     sampling_params: &'a Value,
     evaluation: bool,
     generations: &'a [Said],
+    /// Where clients get tokens that become a part of the answer, and what they have to know.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    base_url: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    api_key: Option<&'a str>,
 }
 
 /// A generation that an open answer is told of.
@@ -102,6 +108,8 @@ struct Conversation<'a> {
     talk: Option<Talk>,
     /// Whether the process of an earlier try ended.
     begun_again: bool,
+    /// Where the hook's clients ask.
+    seat: Option<Seat>,
 }
 
 impl Hook {
@@ -128,11 +136,16 @@ impl Hook {
             said: Vec::new(),
             talk: None,
             begun_again: false,
+            seat: None,
         };
         let refused = |fault| self.refused(format_args!("sample {}, {}", turn.sample, prompt.place), fault);
+        if let Some(clients) = &self.clients {
+            conversation.seat =
+                Some(clients.open(turn.sample, turn.sampling.clone()).await.map_err(refused)?);
+        }
         loop {
-            let next = conversation.next().await.map_err(refused)?;
-            match conversation.wanted(next).map_err(refused)? {
+            let next = conversation.next().await?.map_err(refused)?;
+            match conversation.wanted(next).await.map_err(refused)? {
                 ControlFlow::Continue(wanted) => conversation.generate(wanted).await?.map_err(refused)?,
                 ControlFlow::Break(samples) => return Ok(samples),
             }
@@ -142,22 +155,21 @@ impl Hook {
 
 impl Conversation<'_> {
     /// What the hook says to what was made so far.
-    async fn next(&mut self) -> Result<Next, Fault> {
-        if let Some(mut talk) = self.talk.take() {
-            let told =
-                line(&Told { id: talk.id(), turn: self.made.len(), generation: self.said.last() }, EXPECTED)?;
-            match talk.say(told).await {
-                Ok(answer) => {
-                    self.talk = Some(talk);
-                    return parsed(&answer, EXPECTED);
-                }
+    async fn next(&mut self) -> Result<Result<Next, Fault>> {
+        let patience = match &self.seat {
+            Some(seat) => seat.patience(self.hook.deadline),
+            None => self.hook.deadline.into(),
+        };
+        if let Some(talk) = self.talk.take() {
+            match self.say(talk, &patience).await? {
+                Ok(ControlFlow::Break(next)) => return Ok(Ok(next)),
+                Err(fault) => return Ok(Err(fault)),
                 // What the process knew went with it.
-                Err(Broken::Ended(_)) if !self.begun_again => {
+                Ok(ControlFlow::Continue(())) => {
                     self.begun_again = true;
                     self.made.clear();
                     self.said.clear();
                 }
-                Err(broken) => return Err(Fault::away(EXPECTED, broken.silent())),
             }
         }
         let question = Question {
@@ -169,14 +181,64 @@ impl Conversation<'_> {
             sampling_params: &self.sampling_params,
             evaluation: self.turn.evaluation,
             generations: &self.said,
+            base_url: self.seat.as_ref().map(|seat| seat.base_url.as_str()),
+            api_key: self.seat.as_ref().map(|seat| seat.api_key.as_str()),
         };
-        let (next, talk) = self.hook.begin("generate", &question, EXPECTED).await?;
-        self.talk = talk;
-        Ok(next)
+        let asked = match self.hook.asked("generate", &question, EXPECTED) {
+            Ok(asked) => asked,
+            Err(fault) => return Ok(Err(fault)),
+        };
+        let begun = self.beside_clients(self.hook.begin(asked, EXPECTED, patience)).await?;
+        Ok(begun.map(|(next, talk)| {
+            self.talk = talk;
+            next
+        }))
+    }
+
+    /// Tells the process of the last generation. It goes on if another process has to be asked.
+    async fn say(&mut self, mut talk: Talk, patience: &Patience) -> Result<Result<ControlFlow<Next>, Fault>> {
+        let told = Told { id: talk.id(), turn: self.made.len(), generation: self.said.last() };
+        let told = match line(&told, EXPECTED) {
+            Ok(told) => told,
+            Err(fault) => return Ok(Err(fault)),
+        };
+        Ok(match self.beside_clients(talk.say(told, patience)).await? {
+            Ok(answer) => {
+                self.talk = Some(talk);
+                parsed(&answer, EXPECTED).map(ControlFlow::Break)
+            }
+            Err(Broken::Ended(_)) if !self.begun_again => Ok(ControlFlow::Continue(())),
+            Err(broken) => Err(Fault::away(EXPECTED, broken.silent())),
+        })
+    }
+
+    /// Waits for the hook, and draws what its clients ask for meanwhile.
+    async fn beside_clients<T>(&mut self, heard: impl Future<Output = T>) -> Result<T> {
+        let mut heard = pin!(heard);
+        loop {
+            let Some(seat) = &mut self.seat else { return Ok(heard.await) };
+            let asked = tokio::select! {
+                biased;
+                heard = &mut heard => return Ok(heard),
+                Some(asked) = seat.next() => asked,
+            };
+            self.draw(asked).await?;
+        }
+    }
+
+    /// Draws tokens for a client.
+    async fn draw(&mut self, Asked { input_ids, sampling, reply }: Asked) -> Result<()> {
+        let nth = self.made.len() as u64;
+        let drawn = self.turn.generate(nth, input_ids.clone(), sampling).await;
+        let told = drawn.as_ref().map(Generation::clone).map_err(|error| Refusal::Busy(error.to_string()));
+        // A client that has gone finds its answer when it asks again.
+        let _ = reply.send(told);
+        self.made.push(Made { input_ids, generation: drawn? });
+        Ok(())
     }
 
     /// The generation that is asked for, or else what the answer is.
-    fn wanted(&self, next: Next) -> Result<ControlFlow<Vec<Trajectory>, Wanted>, Fault> {
+    async fn wanted(&self, next: Next) -> Result<ControlFlow<Vec<Trajectory>, Wanted>, Fault> {
         match next {
             Next { generate: Some(wanted), samples: None } if self.made.len() < GENERATIONS_MAX => {
                 Ok(ControlFlow::Continue(wanted))
@@ -186,6 +248,7 @@ impl Conversation<'_> {
                 Err(Fault::of(expected, "that it asks for another one"))
             }
             Next { generate: None, samples: Some(claims) } if (1..=SAMPLES_MAX).contains(&claims.len()) => {
+                let claims = self.with_conversations(claims).await?;
                 let (prompt, vocabulary) = (&self.prompt.tokens, self.turn.vocabulary);
                 let samples = claims.into_iter().map(|claim| assemble(claim, prompt, &self.made, vocabulary));
                 samples.collect::<Result<_, Fault>>().map(ControlFlow::Break)
@@ -195,6 +258,23 @@ impl Conversation<'_> {
             }
             _ => Err(Fault::of(EXPECTED, "neither, or both")),
         }
+    }
+
+    /// The claims, with the conversations of the hook's clients for each that names no tokens.
+    async fn with_conversations(&self, claims: Vec<Claim>) -> Result<Vec<Claim>, Fault> {
+        let Some(seat) = &self.seat else { return Ok(claims) };
+        let conversations = seat.claims().await?;
+        if conversations.is_empty() {
+            return Ok(claims);
+        }
+        let whole = claims.into_iter().flat_map(|claim| match claim.tokens {
+            Some(_) => vec![claim],
+            None => {
+                let of = |one: &Claim| Claim { metadata: claim.metadata.clone(), ..one.clone() };
+                conversations.iter().map(of).collect()
+            }
+        });
+        Ok(whole.collect())
     }
 
     /// Has an engine generate.

@@ -14,6 +14,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 
+use super::clients::Patience;
 use super::command::{Broken, Process, read_line};
 use super::shown;
 use crate::service::Silent;
@@ -149,18 +150,18 @@ impl Talk {
     }
 
     /// Tells the process something, which it has to answer.
-    pub(super) async fn say(&mut self, line: Vec<u8>) -> Result<Vec<u8>, Broken> {
+    pub(super) async fn say(&mut self, line: Vec<u8>, patience: &Patience) -> Result<Vec<u8>, Broken> {
         self.answer = self.shared.expect(self.id, None);
         self.shared.write(line);
-        self.next().await
+        self.next(patience).await
     }
 
     /// The line that is waited for.
-    pub(super) async fn next(&mut self) -> Result<Vec<u8>, Broken> {
-        match tokio::time::timeout(self.shared.deadline, &mut self.answer).await {
-            Ok(Ok(line)) => Ok(line),
-            Ok(Err(_)) => Err(self.shared.broken(self.id)),
-            Err(_) => Err(Broken::Silent(Silent::late(self.shared.deadline))),
+    pub(super) async fn next(&mut self, patience: &Patience) -> Result<Vec<u8>, Broken> {
+        match patience.wait(&mut self.answer).await {
+            Some(Ok(line)) => Ok(line),
+            Some(Err(_)) => Err(self.shared.broken(self.id)),
+            None => Err(Broken::Silent(Silent::late(patience.deadline))),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! can answer it, and another one can where the first died. A process may also announce that it has many answers open
 //! at once, and is then told what is new alone. `docs/hooks.md` shows them all.
 
+mod clients;
 mod command;
 mod filters;
 mod generate;
@@ -13,6 +14,7 @@ mod many;
 mod sample;
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,9 +26,12 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result, short};
 use crate::service::{LOOK, Service, Silent};
 
+use clients::Patience;
 pub use filters::{Filter, Filters};
 pub use group::Rm;
 
+/// Generations of one answer.
+const GENERATIONS_MAX: usize = 256;
 /// Longest answer.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
@@ -40,15 +45,19 @@ pub struct HookOptions {
     pub at: String,
     /// Processes of a command that work side by side; at least 1.
     pub processes: usize,
-    /// How long one answer may take.
+    /// How long one answer may take, without the time in which engines generate for it.
     pub deadline: Duration,
+    /// Checkpoint whose template and tokenizer conversations are written with. Given it, an answer has an address at which
+    /// clients of OpenAI and Anthropic get tokens of the policy.
+    #[setters(strip_option)]
+    pub clients: Option<PathBuf>,
 }
 
 impl HookOptions {
     /// One process, which has a minute for each answer.
     #[must_use]
     pub fn new(at: impl Into<String>) -> Self {
-        HookOptions { at: at.into(), processes: 1, deadline: Duration::from_secs(60) }
+        HookOptions { at: at.into(), processes: 1, deadline: Duration::from_secs(60), clients: None }
     }
 }
 
@@ -58,6 +67,8 @@ pub struct Hook {
     flag: &'static str,
     peer: Peer,
     asked: AtomicU64,
+    deadline: Duration,
+    clients: Option<clients::Clients>,
 }
 
 #[derive(Debug)]
@@ -73,6 +84,12 @@ struct Line<'a, Q> {
     hook: &'static str,
     #[serde(flatten)]
     question: &'a Q,
+}
+
+/// The same with its id, as bytes.
+struct Question {
+    id: u64,
+    line: Vec<u8>,
 }
 
 /// What every answer has.
@@ -100,7 +117,11 @@ impl Hook {
     /// runtime that asks, which has to drive time and I/O.
     ///
     /// # Errors
-    /// [`Error::Input`] for what is no URL, although it begins like one, and for an empty command.
+    /// [`Error::Input`] for what is no URL, although it begins like one, and for an empty command; [`Error::Agent`] for a
+    /// checkpoint whose conversations cannot be written.
+    ///
+    /// # Panics
+    /// With [`HookOptions::clients`] in an async context: a server has a runtime of its own.
     pub fn open(flag: &'static str, options: &HookOptions) -> Result<Self> {
         let is_url = ["http://", "https://"].iter().any(|scheme| options.at.starts_with(scheme));
         let peer = match (is_url, options.at.trim().is_empty()) {
@@ -110,7 +131,10 @@ impl Hook {
                 return Err(crate::error::input(flag, "a command, or http://host:port/path", "nothing"));
             }
         };
-        Ok(Hook { flag, peer, asked: AtomicU64::new(0) })
+        // A service is asked for a whole answer, and its time with it.
+        let clients = options.clients.as_deref().filter(|_| !is_url);
+        let clients = clients.map(clients::Clients::start).transpose()?;
+        Ok(Hook { flag, peer, asked: AtomicU64::new(0), deadline: options.deadline, clients })
     }
 
     /// Asks, and takes the answer apart. `expected` says what it has to be.
@@ -120,20 +144,30 @@ impl Hook {
         question: &(impl Serialize + Sync),
         expected: &'static str,
     ) -> Result<A, Fault> {
-        Ok(self.begin(hook, question, expected).await?.0)
+        let asked = self.asked(hook, question, expected)?;
+        Ok(self.begin(asked, expected, self.deadline.into()).await?.0)
+    }
+
+    /// A question with an id of its own.
+    fn asked(
+        &self,
+        hook: &'static str,
+        question: &(impl Serialize + Sync),
+        expected: &'static str,
+    ) -> Result<Question, Fault> {
+        let id = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
+        Ok(Question { id, line: line(&Line { id, hook, question }, expected)? })
     }
 
     /// As [`Hook::ask`], with the answer itself where the process has it open and can be told more.
     async fn begin<A: DeserializeOwned>(
         &self,
-        hook: &'static str,
-        question: &(impl Serialize + Sync),
+        Question { id, line }: Question,
         expected: &'static str,
+        patience: Patience,
     ) -> Result<(A, Option<many::Talk>), Fault> {
-        let id = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
-        let line = line(&Line { id, hook, question }, expected)?;
         let (answer, talk) = match &self.peer {
-            Peer::Command(pool) => pool.ask(id, line).await,
+            Peer::Command(pool) => pool.ask(id, line, patience).await,
             Peer::Service(service) => service.ask(line).await.map(|answer| (answer, None)),
         }
         .map_err(|silent| Fault::away(expected, silent))?;

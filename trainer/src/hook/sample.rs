@@ -9,7 +9,7 @@ use super::Fault;
 use crate::sample::Trajectory;
 
 /// A sample as a command describes it.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Claim {
     /// Prompt and response; what the last generation read and wrote, if absent.

@@ -37,7 +37,7 @@ for line in sys.stdin:
     else: told(ask["id"], ask)
 "#;
 
-struct Room {
+pub(super) struct Room {
     dir: tempfile::TempDir,
     task: Task,
     /// The token 3.
@@ -45,30 +45,37 @@ struct Room {
 }
 
 impl Room {
-    async fn new(command: &str, deadline: u64) -> Arc<Self> {
+    async fn new(command: &str, deadline: u64, clients: Option<&Path>) -> Arc<Self> {
         let dir = tempfile::tempdir().unwrap();
         let at = format!("cd {} && exec {command}", dir.path().display());
-        let options = HookOptions::new(at).with_deadline(Duration::from_secs(deadline));
-        let hook = Hook::open("--custom-generate-command", &options).unwrap();
+        let mut options = HookOptions::new(at).with_deadline(Duration::from_secs(deadline));
+        options.clients = clients.map(Path::to_owned);
+        let open = move || Hook::open("--custom-generate-command", &options).unwrap();
+        let hook = tokio::task::spawn_blocking(open).await.unwrap();
         let task = Task { generate: Some(Arc::new(hook)), ..task(dir.path()) };
         let prompt = task.source.prompt(0).await.unwrap();
         Arc::new(Room { dir, task, prompt })
     }
 
     async fn fake(difference: &str, deadline: u64) -> Arc<Self> {
-        let room = Room::new("python3 -S fake.py", deadline).await;
+        let room = Room::new("python3 -S fake.py", deadline, None).await;
         std::fs::write(room.path("fake.py"), FAKE.replace("DIFFERENCE", difference)).unwrap();
         room
     }
 
     /// The module as the wheel has it, without the extension of the wheel.
     async fn module(file: &Path, deadline: u64) -> Arc<Self> {
+        Self::module_with(file, deadline, None).await
+    }
+
+    /// The same, with an address for clients, who are written to as this checkpoint has it.
+    pub(super) async fn module_with(file: &Path, deadline: u64, clients: Option<&Path>) -> Arc<Self> {
         let package = concat!(env!("CARGO_MANIFEST_DIR"), "/../python/python/driftless_rl");
         let start = format!(
             "import runpy, sys, types\nname = 'driftless_rl'\nsys.modules[name] = types.ModuleType(name)\n\
              sys.modules[name].__path__ = [{package:?}]\nrunpy.run_module(name + '.hook', run_name='__main__')\n"
         );
-        let room = Room::new(&format!("python3 start.py {}", file.display()), deadline).await;
+        let room = Room::new(&format!("python3 start.py {}", file.display()), deadline, clients).await;
         std::fs::write(room.path("start.py"), start).unwrap();
         room
     }
@@ -78,14 +85,14 @@ impl Room {
     }
 
     /// An answer to the prompt, whose label is the last digit of its number.
-    async fn answer(&self, sample: u64) -> Result<Vec<Trajectory>, String> {
+    pub(super) async fn answer(&self, sample: u64) -> Result<Vec<Trajectory>, String> {
         let label = RawValue::from_string(format!("\"{}\"", sample % 10)).ok();
         let prompt = Prompt { label, ..self.prompt.clone() };
         self.task.generate(&prompt, &turn(sample)).await.map_err(|error| error.to_string())
     }
 
     /// Answers that are open together, in order.
-    async fn answers(self: &Arc<Self>, samples: u64) -> Vec<Result<Vec<Trajectory>, String>> {
+    pub(super) async fn answers(self: &Arc<Self>, samples: u64) -> Vec<Result<Vec<Trajectory>, String>> {
         let answer = |sample| {
             let room = self.clone();
             tokio::spawn(async move { room.answer(sample).await })

@@ -62,6 +62,11 @@ class _Answer:
         self.sampling_params: dict[str, Any] = question["sampling_params"]
         #: Whether the answer is measured, and not learned from.
         self.evaluation: bool = question["evaluation"]
+        #: Where clients of OpenAI get tokens of the policy, which are a part of the answer; Anthropic's get them there without
+        #: ``/v1``. None where the run has no such place.
+        self.base_url: str | None = question.get("base_url")
+        #: What clients have to know. It is of no use once the answer has ended.
+        self.api_key: str | None = question.get("api_key")
         #: All that the last generation read and wrote; the prompt before the first.
         self.tokens: list[int] = list(self.input_ids)
 
@@ -75,15 +80,20 @@ class _Answer:
     ) -> None:
         """Makes a sample a part of the answer. Without a call, the answer is what the last generation read and wrote.
 
+        Where clients had conversations at ``base_url``, these stand in for a sample without ``tokens`` before any generation.
+
         Args:
             tokens: prompt and response; by default what the last generation so far read and wrote.
             prompt_len: where the response begins; by default behind the prompt.
             loss_mask: per response token, 1 to train on it and 0 not to; by default 1 for all that engines wrote.
             metadata: what rewards are given in place of the prompt's.
         """
-        if tokens is None and self._generations == 0:
+        if tokens is None and self._generations == 0 and self.base_url is None:
             raise RuntimeError("turn.sample: expected `tokens`, or a generation before it, found neither")
-        named = {"tokens": list(self.tokens if tokens is None else tokens), "metadata": metadata, "prompt_len": prompt_len}
+        if tokens is None and self._generations > 0:
+            tokens = self.tokens
+        named: dict[str, Any] = {"tokens": None if tokens is None else list(tokens), "metadata": metadata}
+        named["prompt_len"] = prompt_len
         named["loss_mask"] = None if loss_mask is None else [int(one) for one in loss_mask]
         self._samples.append({name: value for name, value in named.items() if value is not None})
 

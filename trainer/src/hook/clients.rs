@@ -1,0 +1,270 @@
+//! Clients of an answer: what a hook asks of the policy by OpenAI's and Anthropic's protocols, itself or by an agent that it
+//! starts. Tokens are drawn as those of the hook's own generations are, so that the same is kept and proven of them.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use driftless_agent::gateway::{Gateway, GatewayOptions};
+use driftless_agent::message::Refusal;
+use driftless_agent::sessions::{Draw, Opening, Sessions, Settings};
+use driftless_agent::{Family, session::Sample};
+use driftless_bridge::{Generation, SamplingParams};
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep_until};
+
+use super::sample::Claim;
+use super::{Fault, GENERATIONS_MAX};
+use crate::error::Result;
+
+/// Requests of one answer that wait for their turn.
+const WAITING_MAX: usize = 64;
+/// Requests of all answers.
+const ASKS_MAX: usize = 8192;
+
+/// The gateway of a run, at which each answer has a session while it is made.
+#[derive(Debug)]
+pub(super) struct Clients {
+    gateway: Gateway,
+    sessions: Arc<Sessions<Arc<Seats>>>,
+    seats: Arc<Seats>,
+    opened: AtomicU64,
+}
+
+/// Who draws for which session.
+#[derive(Debug, Default)]
+struct Seats(Mutex<HashMap<String, Answering>>);
+
+#[derive(Debug, Clone)]
+struct Answering {
+    asks: mpsc::Sender<Asked>,
+    busy: Arc<watch::Sender<Busy>>,
+}
+
+/// Tokens that are to be drawn.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) input_ids: Vec<i32>,
+    pub(super) sampling: SamplingParams,
+    pub(super) reply: oneshot::Sender<Result<Generation, Refusal>>,
+}
+
+/// Requests that wait for tokens, and since when there are so many.
+#[derive(Debug, Clone, Copy)]
+struct Busy {
+    asks: usize,
+    since: Instant,
+}
+
+impl Clients {
+    /// Serves on a free port of loopback, with the template and the tokenizer of a checkpoint.
+    pub(super) fn start(checkpoint: &Path) -> Result<Self> {
+        let seats = Arc::new(Seats::default());
+        let settings = Settings { context: usize::MAX, asks: WAITING_MAX, ..Settings::default() };
+        let sessions = Sessions::in_memory(Family::open(checkpoint)?, seats.clone(), settings);
+        let sessions = Arc::new(sessions);
+        let mut options = GatewayOptions::new(false);
+        options.asks_max = ASKS_MAX;
+        let free = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let gateway = Gateway::start(free, options, sessions.clone())?;
+        Ok(Clients { gateway, sessions, seats, opened: AtomicU64::new(0) })
+    }
+
+    /// A session for an answer.
+    pub(super) async fn open(&self, answer: u64, sampling: SamplingParams) -> Result<Seat, Fault> {
+        let nth = self.opened.fetch_add(1, Ordering::Relaxed);
+        let session = format!("{answer}-{nth}");
+        let api_key = format!("{:032x}", rand::random::<u128>());
+        let (sender, asks) = mpsc::channel(WAITING_MAX);
+        let busy = Arc::new(watch::Sender::new(Busy { asks: 0, since: Instant::now() }));
+        self.seats.lock().insert(session.clone(), Answering { asks: sender, busy: busy.clone() });
+        let seat = Seat {
+            base_url: format!("http://{}/s/{session}/v1", self.gateway.addr()),
+            api_key: api_key.clone(),
+            asks,
+            busy: busy.subscribe(),
+            session,
+            sessions: self.sessions.clone(),
+            seats: self.seats.clone(),
+            runtime: Handle::current(),
+        };
+        let opening = Opening { key: Some(api_key), sampling };
+        let opened = self.sessions.open(&seat.session, opening).await;
+        opened.map_err(|refusal| Fault::of("a session for the answer's clients", refusal))?;
+        Ok(seat)
+    }
+}
+
+/// The session of an answer. It ends with this value.
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub(super) base_url: String,
+    pub(super) api_key: String,
+    asks: mpsc::Receiver<Asked>,
+    busy: watch::Receiver<Busy>,
+    session: String,
+    sessions: Arc<Sessions<Arc<Seats>>>,
+    seats: Arc<Seats>,
+    runtime: Handle,
+}
+
+impl Seat {
+    /// What a client asks next.
+    pub(super) async fn next(&mut self) -> Option<Asked> {
+        self.asks.recv().await
+    }
+
+    /// How long is waited for the hook: `deadline` of the time in which no client waits for tokens.
+    pub(super) fn patience(&self, deadline: Duration) -> Patience {
+        Patience { deadline, busy: Some(self.busy.clone()) }
+    }
+
+    /// The conversations that clients had, as samples; none if they had none.
+    pub(super) async fn claims(&self) -> Result<Vec<Claim>, Fault> {
+        let samples = self.sessions.samples(&self.session, false, usize::MAX).await;
+        let samples = samples.map_err(|refusal| Fault::of("the conversations of the answer", refusal))?;
+        Ok(samples.into_iter().map(claim).collect())
+    }
+}
+
+fn claim(sample: Sample) -> Claim {
+    let Sample { tokens, prompt_len, loss_mask, .. } = sample;
+    Claim { tokens: Some(tokens), prompt_len: Some(prompt_len), loss_mask: Some(loss_mask), metadata: None }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.seats.lock().remove(&self.session);
+        let (sessions, session) = (self.sessions.clone(), std::mem::take(&mut self.session));
+        self.runtime.spawn(async move {
+            // It is open, and a turn that is being drawn has just lost who draws it.
+            let _ = sessions.close(&session).await;
+        });
+    }
+}
+
+impl Seats {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Answering>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[async_trait]
+impl Draw for Seats {
+    async fn draw(
+        &self,
+        session: &str,
+        nth: u64,
+        input_ids: Vec<i32>,
+        sampling: SamplingParams,
+    ) -> Result<Generation, Refusal> {
+        let over = || Refusal::Over("the answer that this was a part of has ended".to_owned());
+        if nth >= GENERATIONS_MAX as u64 {
+            return Err(Refusal::Over(format!("an answer has at most {GENERATIONS_MAX} generations")));
+        }
+        let Answering { asks, busy } = self.lock().get(session).cloned().ok_or_else(over)?;
+        let _waiting = Waiting::new(busy);
+        let (reply, replied) = oneshot::channel();
+        asks.send(Asked { input_ids, sampling, reply }).await.map_err(|_| over())?;
+        replied.await.map_err(|_| over())?
+    }
+}
+
+/// A request that waits for tokens.
+struct Waiting(Arc<watch::Sender<Busy>>);
+
+impl Waiting {
+    fn new(busy: Arc<watch::Sender<Busy>>) -> Self {
+        busy.send_modify(|busy| busy.asks += 1);
+        Waiting(busy)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.send_modify(|busy| *busy = Busy { asks: busy.asks - 1, since: Instant::now() });
+    }
+}
+
+/// How long a hook is waited for.
+#[derive(Debug, Clone)]
+pub(super) struct Patience {
+    pub(super) deadline: Duration,
+    busy: Option<watch::Receiver<Busy>>,
+}
+
+impl From<Duration> for Patience {
+    fn from(deadline: Duration) -> Self {
+        Patience { deadline, busy: None }
+    }
+}
+
+impl Patience {
+    /// What `work` comes to; none if it takes too long.
+    pub(super) async fn wait<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            done = work => Some(done),
+            () = self.end() => None,
+        }
+    }
+
+    /// Returns at the deadline, which begins anew where a client has its tokens.
+    async fn end(&self) {
+        let begun = Instant::now();
+        let Some(mut busy) = self.busy.clone() else { return sleep_until(begun + self.deadline).await };
+        loop {
+            let Busy { asks, since } = *busy.borrow_and_update();
+            let end = since.max(begun) + self.deadline;
+            let changed = busy.changed();
+            if asks > 0 {
+                // The answer is being given up if nobody counts any more.
+                if changed.await.is_err() {
+                    return sleep_until(end).await;
+                }
+            } else if end <= Instant::now() {
+                return;
+            } else {
+                tokio::select! {
+                    () = sleep_until(end) => {}
+                    changed = changed => if changed.is_err() { return sleep_until(end).await },
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use std::future::pending;
+    use tokio::time::sleep;
+
+    #[tokio::test(start_paused = true)]
+    async fn hook_is_not_late_while_a_client_waits_for_tokens() {
+        let begun = Instant::now();
+        let seconds = Duration::from_secs;
+        let busy = Arc::new(watch::Sender::new(Busy { asks: 0, since: begun }));
+        let patience = Patience { deadline: seconds(10), busy: Some(busy.subscribe()) };
+        let client = tokio::spawn(async move {
+            sleep(seconds(9)).await;
+            let waiting = Waiting::new(busy.clone());
+            sleep(seconds(100)).await;
+            drop(waiting);
+            sleep(seconds(9)).await;
+            drop(Waiting::new(busy.clone()));
+            pending::<()>().await;
+        });
+        assert_eq!(patience.wait(pending::<()>()).await, None);
+        assert_eq!(begun.elapsed(), seconds(9 + 100 + 9 + 10));
+        client.abort();
+        assert_eq!(Patience::from(seconds(10)).wait(async { 7 }).await, Some(7));
+    }
+}

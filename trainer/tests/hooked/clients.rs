@@ -1,0 +1,133 @@
+//! Clients of an answer: what they are drawn at its address is its samples.
+
+use super::many::Room;
+use driftless_agent::chat::ChatTemplate;
+use driftless_agent::{Family, Tokenizer};
+use driftless_trainer::Error;
+use driftless_trainer::hook::{Hook, HookOptions};
+use driftless_trainer::tasks::tiny;
+use serde_json::json;
+use std::path::Path;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// A program that asks by OpenAI's protocol. `turns` go on from each other; a conversation begins with `question`.
+const ASKING: &str = r#"
+import json, urllib.error, urllib.request
+from driftless_rl.hook import Turn, generate
+
+def ask(turn, messages, key=None):
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 2}).encode()
+    headers = {"authorization": f"Bearer {key or turn.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(turn.base_url + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+def converse(turn, question, turns):
+    messages = [{"role": "user", "content": question}]
+    for _ in range(turns):
+        messages += [ask(turn, messages), {"role": "user", "content": "and?"}]
+"#;
+
+/// A checkpoint of single bytes whose conversations are ChatML.
+fn checkpoint(dir: &Path) {
+    let mut letters: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
+    letters.sort();
+    let vocabulary: serde_json::Map<_, _> =
+        letters.iter().enumerate().map(|(id, letter)| (letter.clone(), json!(id))).collect();
+    let added = ["<|im_start|>", "<|im_end|>"].iter().enumerate().map(|(at, token)| {
+        json!({"id": letters.len() + at, "content": token, "special": true, "single_word": false,
+               "lstrip": false, "rstrip": false, "normalized": false})
+    });
+    let level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+        "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": level, "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    });
+    std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::write(dir.join("chat_template.jinja"), TEMPLATE).unwrap();
+}
+
+/// A room whose hook is `ASKING` with this function.
+async fn asking(dir: &Path, function: &str, deadline: u64) -> std::sync::Arc<Room> {
+    checkpoint(dir);
+    let file = dir.join("asking.py");
+    std::fs::write(&file, format!("{ASKING}\n{function}")).unwrap();
+    Room::module_with(&file, deadline, Some(dir)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn conversations_of_clients_are_the_samples_of_an_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+@generate
+def answer(turn: Turn) -> None:
+    converse(turn, "What is " + turn.label + "?", 3)
+    converse(turn, "Another thing", 1)
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let tokenizer = Tokenizer::open(dir.path()).unwrap();
+    for (sample, answer) in room.answers(6).await.into_iter().enumerate() {
+        let answer = answer.unwrap();
+        assert_eq!(answer.len(), 2);
+        let (whole, other) = (&answer[0], &answer[1]);
+        let text = tokenizer.decode(&whole.tokens).unwrap();
+        assert!(text.contains(&format!("What is {sample}?")) && text.matches("and?").count() == 2, "{text}");
+        assert_eq!([whole, other].map(|one| one.loss_mask.iter().filter(|mask| **mask == 1).count()), [6, 2]);
+        // The engine's log-probability of a token is how many it had read.
+        let reads =
+            whole.spans.iter().map(|span| (span.start as usize, -whole.log_probs[span.start as usize]));
+        for (at, read) in reads {
+            assert_eq!(
+                whole.prompt_len + at,
+                read as usize,
+                "drawn behind exactly what the sample has there"
+            );
+        }
+        assert_eq!(whole.spans.len(), 3);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn client_with_another_key_or_too_late_draws_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+earlier = []
+
+@generate
+def answer(turn: Turn) -> None:
+    for base_url, key in [(turn.base_url, "guessed"), *earlier]:
+        try:
+            asked = type("", (), {"base_url": base_url, "api_key": key})
+            ask(asked, [{"role": "user", "content": "?"}])
+        except urllib.error.HTTPError as error:
+            assert error.code in (401, 410), error.code
+        else:
+            raise AssertionError("a stranger was answered")
+    converse(turn, "mine", 1)
+    turn.sample(metadata={"asked": len(earlier)})
+    earlier.append((turn.base_url, turn.api_key))
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    for earlier in 0..3 {
+        let answer = room.answer(earlier).await.unwrap();
+        assert_eq!(answer.len(), 1);
+        let metadata = answer[0].metadata.as_ref().unwrap().get();
+        assert_eq!(metadata, format!("{{\"asked\": {earlier}}}"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn checkpoint_whose_conversations_are_unknown_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tokenizer.json"), tiny::tokenizer().to_string()).unwrap();
+    std::fs::write(dir.path().join("chat_template.jinja"), "{{ messages }}").unwrap();
+    let template = ChatTemplate::open(dir.path()).unwrap();
+    assert!(Family::new(template, Tokenizer::open(dir.path()).unwrap()).is_err());
+    let options = HookOptions::new("cat").with_clients(dir.path().to_owned());
+    let refused = Hook::open("--custom-generate-command", &options).unwrap_err();
+    assert!(matches!(refused, Error::Agent(_)), "{refused}");
+}
