@@ -14,6 +14,7 @@ mod points;
 mod prompts;
 mod relay;
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -43,6 +44,7 @@ const POINTS: &[(Role, &str)] = &[
     (Role::Publisher, "gc.manifest"),
     (Role::Publisher, "gc.objects"),
     (Role::Follower, "follow.fetch"),
+    (Role::Follower, "follow.offered"),
     (Role::Follower, "follow.journal"),
     (Role::Follower, "follow.apply"),
     (Role::Follower, "follow.sync"),
@@ -108,6 +110,8 @@ struct Stage {
     step: u64,
     /// How long a publication takes that is let be.
     usual: Duration,
+    /// Whether followers offer versions before their journals are durable.
+    offers_decoded: bool,
 }
 
 impl Stage {
@@ -115,7 +119,8 @@ impl Stage {
     fn new() -> Stage {
         let dir = tempfile::tempdir().expect("a directory");
         let engine = Fake::start(&contents(0).write(&dir.path().join("start")));
-        let mut stage = Stage { dir, engine, step: 0, usual: Duration::ZERO };
+        let mut stage = Stage { dir, engine, step: 0, usual: Duration::ZERO, offers_decoded: false };
+        stage.pretend_plugin();
         let started = Instant::now();
         json(&mut stage.publish());
         stage.usual = started.elapsed();
@@ -145,7 +150,18 @@ impl Stage {
         command.args(["follow", "--run", "test", "--id", "host", "--poll-ms", "2", "--store"]);
         command.arg(self.path("store")).arg("--checkpoint-dir").arg(self.path("host"));
         command.args(["--engine", &self.engine.address.to_string()]);
+        command.args(["--offer", if self.offers_decoded { "decoded" } else { "durable" }]);
+        command.arg("--plugin-dir").arg(self.path("plugins"));
         command
+    }
+
+    /// Has followers offer versions, to an engine that loads them all the same.
+    fn pretend_plugin(&self) {
+        let dir = self.path("plugins");
+        std::fs::create_dir(&dir).expect("a directory");
+        let own = std::fs::Permissions::from_mode(0o700);
+        std::fs::set_permissions(&dir, own).expect("an own directory");
+        std::fs::write(dir.join("rank-1-0.json"), "{}").expect("space");
     }
 
     fn follow_once(&self) -> Command {
@@ -156,6 +172,7 @@ impl Stage {
 
     /// Kills one at the `passage`-th time that it passes `point`; false if it ended before.
     fn kill_at(&mut self, role: Role, point: &str, passage: u64) -> bool {
+        self.offers_decoded = point == "follow.offered";
         println!("kill -9 {role:?} at {point}:{passage}");
         let had = self.on_host();
         let kill_at = format!("{point}:{passage}");
@@ -201,6 +218,7 @@ impl Stage {
     /// Lets all work at once and kills the follower, and mostly the publisher and the relay, some time during
     /// it; how many were killed.
     fn kill_randomly(&mut self, random: &mut Random) -> u64 {
+        self.offers_decoded = random.unit() < 0.5;
         let had = self.on_host();
         let relay = self.relay(None);
         let mut follower = quiet(self.follow().args(["--relay", relay.url()]));

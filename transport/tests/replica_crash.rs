@@ -18,6 +18,7 @@ use driftless_store::{BoxError, Error as StoreError, Memory, Store};
 use driftless_transport::activate::{Activate, Activated, Target};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
+use driftless_transport::prepared::OfferWhen;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Checkpoint, Error, Follower, Replica, Result, Run, Version};
 use fail::FailScenario;
@@ -159,7 +160,7 @@ impl Fixture {
     fn offering(&self, dir: &Path) -> Replica {
         let mut replica = Replica::open(dir).unwrap();
         replica.set_plugin_dir(self.plugins());
-        replica.offer_first();
+        replica.offer_first(OfferWhen::Durable);
         replica
     }
 }

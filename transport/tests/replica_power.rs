@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use driftless_store::os::watch::{self, Call};
 use driftless_store::{Error as StoreError, Memory, Store};
 use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::prepared::OfferWhen;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Checkpoint, Error, Replica, Result, Run, Snapshot as _, Version};
 
@@ -84,6 +85,20 @@ impl Fixture {
             self.advance(&mut Replica::open(&dir).unwrap(), version).unwrap();
         }
         dir
+    }
+
+    /// A replica that offers versions to a plugin.
+    fn offering(&self, dir: &Path, when: OfferWhen) -> Result<Replica> {
+        let plugins = self.dir.path().join("plugins");
+        if !plugins.exists() {
+            fs::create_dir(&plugins).unwrap();
+            fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+            fs::write(plugins.join("rank-30000-0.json"), "{}").unwrap();
+        }
+        let mut replica = Replica::open(dir)?;
+        replica.set_plugin_dir(plugins);
+        replica.offer_first(when);
+        Ok(replica)
     }
 
     /// The version that a replica holds, every bit of it.
@@ -166,20 +181,76 @@ fn power_lost_at_any_sync_leaves_the_old_or_the_new_version() {
 #[test]
 fn power_that_goes_behind_an_offer_leaves_the_new_version() {
     let fixture = fixture();
-    let plugins = fixture.dir.path().join("plugins");
-    fs::create_dir(&plugins).unwrap();
-    fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
-    fs::write(plugins.join("rank-30000-0.json"), "{}").unwrap();
     let dir = fixture.prepared("offered", Some(1));
-    let mut replica = Replica::open(&dir).unwrap();
-    replica.set_plugin_dir(plugins);
-    replica.offer_first();
+    let mut replica = fixture.offering(&dir, OfferWhen::Durable).unwrap();
     let moments = record(&dir, || fixture.advance(&mut replica, 2).unwrap());
     assert_eq!(fs::read_dir(fixture.dir.path().join("plugins")).unwrap().count(), 2, "a rank, and the offer");
     assert!(moments.iter().any(|moment| moment.has_unsynced_pages()));
     let [images, old, new] = fixture.try_all(&moments, Some(1), 2, 11);
     println!("{} syncs, {images} different images: {old} old, {new} new", moments.len());
     assert!(old > 0 && new > 0 && moments.len() > 8);
+}
+
+#[test]
+fn power_that_goes_behind_an_early_offer_leaves_one_version() {
+    let fixture = fixture();
+    let dir = fixture.prepared("offered", Some(1));
+    let mut replica = fixture.offering(&dir, OfferWhen::Decoded).unwrap();
+    let mut moments = record(&dir, || fixture.advance(&mut replica, 2).unwrap());
+    // An engine on the host goes with the power, so that the version before may come back until the journal is kept.
+    let kept = moments.iter().position(|moment| moment.what == "SyncDir .driftless").unwrap();
+    let offered = moments.iter().position(|moment| moment.visible).unwrap();
+    assert!(offered < kept, "the journal is synced behind the offer");
+    moments[..=kept].iter_mut().for_each(|moment| moment.visible = false);
+    assert!(moments[kept + 1..].iter().any(|moment| moment.visible && moment.has_unsynced_pages()));
+    let [images, old, new] = fixture.try_all(&moments, Some(1), 2, 12);
+    println!("{} syncs, {images} different images: {old} old, {new} new", moments.len());
+    assert!(old > 0 && new > 0 && moments.len() > 8);
+}
+
+/// Any call, and with a full disk any write, fails behind an early offer or in front of it.
+#[test]
+fn what_fails_around_an_early_offer_is_named_and_made_up_for() {
+    let fixture = fixture();
+    let (all, writes) = ((|_| true) as fn(Call) -> bool, |call| matches!(call, Call::Write | Call::Create));
+    let mut behind = 0;
+    for (which, error) in [(all, 5), (writes, 28)] {
+        for k in 0.. {
+            let dir = fixture.prepared(&format!("{error}-{k}"), Some(1));
+            let work = || {
+                let mut replica = fixture.offering(&dir, OfferWhen::Decoded)?;
+                let offered = fixture.run_to(&mut replica, 2).map(|()| replica.applied().cloned());
+                let moved = offered.and_then(|applied| {
+                    assert_eq!(applied.unwrap().version, Version(2));
+                    replica.keep().inspect_err(|_| behind += 1)?;
+                    replica.sync()
+                });
+                Ok((replica, moved))
+            };
+            let (outcome, struck): (Result<_>, bool) = with_failure(k, which, error, work);
+            if !struck {
+                break;
+            }
+            if let Ok((mut replica, moved)) = outcome {
+                if let Err(error) = moved {
+                    assert!(
+                        matches!(error, Error::Store(StoreError::Io { .. } | StoreError::NoSpace { .. })),
+                        "{error:?}"
+                    );
+                }
+                if k % 2 == 0 {
+                    fixture.advance(&mut replica, 2).unwrap();
+                    assert_eq!(fixture.held(&replica), Some(2));
+                }
+            }
+            let mut replica = Replica::open(&dir).unwrap();
+            assert!(matches!(fixture.held(&replica), Some(1 | 2)), "call {k}");
+            fixture.advance(&mut replica, 2).unwrap();
+            assert_eq!(fixture.held(&replica), Some(2));
+        }
+    }
+    println!("{behind} calls failed between the offer and the journal");
+    assert!(behind >= 3, "its sync, its name, the directory's sync: {behind}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use driftless_bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
 use driftless_store::{Memory, Store};
 use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient};
 use driftless_transport::activate::{Activate, Limit, Target};
-use driftless_transport::prepared::offer_path;
+use driftless_transport::prepared::{OfferWhen, offer_path};
 use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
 use driftless_transport::{Checkpoint, Publisher, Replica, Run, Version};
 use fail::FailScenario;
@@ -64,7 +64,7 @@ impl Scene {
         scene.says("none", Value::Null);
         scene.activate().unwrap();
         scene.replica.set_plugin_dir(scene.plugins.clone());
-        scene.replica.offer_first();
+        scene.replica.offer_first(OfferWhen::Durable);
         fail::cfg(HELD, "pause").unwrap();
         scene.replica.advance(&scene.run, "policy", Version(1), None).unwrap();
         let label = scene.replica.manifest().unwrap().label();

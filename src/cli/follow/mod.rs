@@ -24,6 +24,7 @@ use driftless::store::wait::Stop;
 use driftless::store::wrap::Count;
 use driftless::transport::activate::Activate;
 use driftless::transport::follow::{ACTIVATE_DEADLINE, FollowerOptions, default_id};
+use driftless::transport::prepared::OfferWhen;
 use driftless::transport::replica::{Plan, PlannedVersion};
 use driftless::transport::{Follower, Replica, Run, Version};
 use serde::Serialize;
@@ -114,6 +115,10 @@ pub(crate) struct Args {
     /// /dev/shm/driftless-<user id>].
     #[arg(long, value_name = "DIR")]
     plugin_dir: Option<PathBuf>,
+    /// When plugins are offered a version: once its journal is durable, or sooner, once it is checked and decoded. Then a
+    /// crash may leave an engine ahead of the directory until the next start has brought that there.
+    #[arg(long, value_parser = numbers::one_of(&OFFERS), default_value = "durable")]
+    offer: OfferWhen,
     /// Name of this follower in the store, which no other one of the run has [default: the host's name and a digest of
     /// the checkpoint directory's path].
     #[arg(long)]
@@ -173,6 +178,8 @@ pub(crate) struct Args {
 const PAUSES: [(&str, PauseMode); 3] =
     [("retract", PauseMode::Retract), ("abort", PauseMode::Abort), ("in_place", PauseMode::InPlace)];
 
+const OFFERS: [(&str, OfferWhen); 2] = [("durable", OfferWhen::Durable), ("decoded", OfferWhen::Decoded)];
+
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
 enum PluginUse {
     Auto,
@@ -184,6 +191,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_own("--checkpoint-dir", &args.checkpoint_dir, args.hf_checkpoint.as_deref())?;
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
+    }
+    if args.run.layout == Layout::Slime && args.offer == OfferWhen::Decoded {
+        // Nothing keeps a trainer's directory, so that what an engine has may be gone before it is on the host.
+        return Err(Error::usage("--offer", "durable with --layout slime", "decoded"));
     }
     if args.dry_run {
         return dry_run(&args, output);
@@ -252,7 +263,7 @@ fn follower(args: &Args, store: Arc<Count>) -> Result<Follower> {
     let plugin = plugin(args)?;
     let engines = engines(args, plugin.clone())?;
     let mut options = options(args)?;
-    options.coordinated = args.coordinated;
+    (options.coordinated, options.offer) = (args.coordinated, args.offer);
     options.poll = Duration::from_millis(args.poll_ms);
     options.engine_poll = Duration::from_millis(args.engine_poll_ms);
     options.sample_poll = Duration::from_millis(args.engine_sample_ms);

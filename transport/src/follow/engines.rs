@@ -12,12 +12,17 @@ use super::worker::{Answer, Job, Order, Worker};
 use super::{Core, Follower, millis};
 use crate::activate::{Activate, Activated, Limit};
 use crate::error::{Error, Result};
+use crate::ids::Version;
 
 /// What an engine is asked first, as errors name it.
 pub(super) const POLL: &str = "report its version";
 
 /// How its weights are looked at, as errors name it.
 pub(super) const SAMPLE: &str = "compare a sample of its weights";
+
+/// What the status says of an engine that has a later version than the directory: a follower before this one ended, or
+/// failed, before it had kept what it had offered.
+const AHEAD: &str = "it serves a later version than the directory, which is brought there first";
 
 /// What the status says of an engine that has the version and does not generate.
 const PAUSED: &str = "it is paused, and not by this follower: send it POST /continue_generation";
@@ -65,9 +70,17 @@ impl Follower {
         let served = ask_all(engines, &chosen, POLL, &limit, options.leave_deadline, |_| Job::Serving);
         let order = Order { checkpoint: checkpoint.clone(), manifest, limit };
         self.sample(engines, &served, &order);
+        let last = options.last(self.status().newest).or(options.until);
+        // Whoever asks for a version gets it, and a coordinator decides for itself.
+        let goes_there = |served: Option<&Result<Answer>>| {
+            let alone = due.is_some() && !options.coordinated;
+            alone
+                && matches!(served, Some(Ok(Answer::Serving(Some(serving)))) if is_ahead(serving, &label, last))
+        };
         let stale = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
             let reload = slot.reload && matches!(served, Some(Ok(_)));
-            ordered && (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
+            let is_other = serves_another(served.as_ref(), &label) && !goes_there(served.as_ref());
+            ordered && (reload || is_other) && is_due(slot.load_at)
         };
         let stale: Vec<bool> = engines.iter().zip(&served).map(stale).collect();
         if stale.contains(&true) {
@@ -195,6 +208,9 @@ impl Follower {
             }
             entry.label = None;
             match &outcome {
+                Ok(Answer::Serving(Some(serving))) if is_ahead(serving, label, None) => {
+                    entry.error = Some(AHEAD.into());
+                }
                 Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {}
                 Ok(_) if paused => entry.error = Some(PAUSED.into()),
                 Ok(_) => (entry.label, entry.error) = (Some(label.to_owned()), None),
@@ -242,6 +258,16 @@ fn is_away(error: &Error) -> bool {
 /// Whether an engine answered that it serves anything but `label`.
 fn serves_another(answer: Option<&Result<Answer>>, label: &str) -> bool {
     matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label))
+}
+
+/// Whether the label `serving` is of a later version of the run than `label` is, of one that is followed: up to `last`.
+fn is_ahead(serving: &str, label: &str, last: Option<Version>) -> bool {
+    let parts = |label: &str| {
+        let (run, version) = label.rsplit_once(':')?;
+        Some((run.to_owned(), version.parse::<Version>().ok()?))
+    };
+    let Some(((run, served), (own, here))) = parts(serving).zip(parts(label)) else { return false };
+    run == own && here < served && last.is_none_or(|last| served <= last)
 }
 
 /// Asks the chosen engines at once and waits for each up to the common limit, and then for as long as it may

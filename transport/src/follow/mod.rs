@@ -89,6 +89,8 @@ struct Core {
     released: Option<Version>,
     /// The version on disk is new: engines that are brought to it now end its phases.
     is_new: bool,
+    /// What was acknowledged last.
+    acknowledged: Option<Ack>,
 }
 
 impl Follower {
@@ -132,7 +134,7 @@ impl Follower {
             replica.set_plugin_dir(dir.clone());
         }
         if engines.iter().any(|engine| engine.waits()) {
-            replica.offer_first();
+            replica.offer_first(options.offer);
         }
         let engines = engines.into_iter().map(Slot::new).collect::<Result<Vec<_>>>()?;
         let mut status = Status {
@@ -145,7 +147,7 @@ impl Follower {
             error: None,
         };
         record_applied(&mut status, &replica, &engines, Duration::ZERO, 0);
-        let core = Core { replica, source, engines, released: None, is_new: false };
+        let core = Core { replica, source, engines, released: None, is_new: false, acknowledged: None };
         let shared = Shared {
             store,
             options,
@@ -198,7 +200,11 @@ impl Follower {
     /// [`Error::Busy`] during another prepare or activate, and while an engine still loads; those of
     /// [`Replica::advance`]. The version before stays in place.
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
-        self.prepare_noted(&mut *self.core()?, target.map_or(Asked::Newest, Asked::Version))
+        let core = &mut *self.core()?;
+        let prepared = self.prepare_noted(core, target.map_or(Asked::Newest, Asked::Version))?;
+        // Nobody is told of a version that a crash could take back.
+        self.keep_in(core)?;
+        Ok(prepared)
     }
 
     /// One poll of the loop: to the newest version, or to the next one if the poll before found nothing new. True if
@@ -206,6 +212,26 @@ impl Follower {
     fn poll(&self) -> Result<bool> {
         let prepared = self.prepare_noted(&mut *self.core()?, Asked::Poll)?;
         Ok(prepared.advanced.versions > 0)
+    }
+
+    /// Waits until the version on disk is kept, which engines may have had sooner, and acknowledges it. True if there was
+    /// such a one. If it was not kept, the status tells what the directory holds instead.
+    fn keep(&self) -> Result<bool> {
+        self.keep_in(&mut *self.core()?)
+    }
+
+    fn keep_in(&self, core: &mut Core) -> Result<bool> {
+        let kept = core.replica.keep();
+        match kept {
+            Ok(true) => self.acknowledge(core),
+            Ok(false) => {}
+            Err(_) if core.replica.sync().is_ok() => {
+                let (replica, engines) = (&core.replica, &core.engines);
+                record_applied(&mut self.status_mut(), replica, engines, Duration::ZERO, 0);
+            }
+            Err(_) => {}
+        }
+        self.note(kept)
     }
 
     /// Prepares, and has the status and the counters tell of it.
@@ -254,7 +280,7 @@ impl Follower {
     }
 
     /// Shows an error of the replica, if there is one, in the status and among the failures.
-    fn note(&self, outcome: Result<()>) -> Result<()> {
+    fn note<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.inspect_err(|error| {
             self.status_mut().error = Some(chain_text(error));
             self.counters_mut().prepared(Err(error), Instant::now());
@@ -411,9 +437,15 @@ impl Follower {
         moved
     }
 
-    /// Tells the store what is here, if that changed or the lease has to be renewed.
-    fn acknowledge(&self, core: &Core) {
-        if let Some(ack) = self.status().applied {
+    /// Tells the store what is here, if that changed or the lease has to be renewed. Of a version that a crash could take
+    /// back it tells nothing: what leads to it is still needed.
+    fn acknowledge(&self, core: &mut Core) {
+        let Some(ack) = self.status().applied else { return };
+        let known = core.acknowledged.as_ref().map(|acknowledged| acknowledged.version);
+        if core.replica.is_kept() || known == Some(ack.version) {
+            core.acknowledged = Some(ack);
+        }
+        if let Some(ack) = core.acknowledged.clone() {
             core.source.acknowledge(ack);
         }
     }

@@ -7,6 +7,7 @@ use derive_setters::Setters;
 use driftless_store::download::DownloadOptions;
 
 use crate::ids::Version;
+use crate::prepared::OfferWhen;
 use crate::sign::TrustKey;
 
 /// How long one engine may take to activate a version, by default.
@@ -69,6 +70,10 @@ pub struct FollowerOptions {
     /// [prepared delta](crate::prepared), for engines that write it into their weights.
     #[setters(into)]
     pub plugin_dir: Option<PathBuf>,
+    /// When a version is offered to those engines. With [`OfferWhen::Decoded`] the loop of
+    /// [`Follower::run_until`](crate::Follower::run_until) has engines take it before its journal is durable, and
+    /// acknowledges it afterwards.
+    pub offer: OfferWhen,
     /// How long one engine may take to say which version it serves.
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
@@ -103,6 +108,7 @@ impl FollowerOptions {
             download: DownloadOptions::default(),
             scrub_bytes_per_hour: 64 << 30,
             plugin_dir: None,
+            offer: OfferWhen::Durable,
             serving_deadline: Duration::from_secs(10),
             activate_deadline: ACTIVATE_DEADLINE,
             leave_deadline: LEAVE_DEADLINE,

@@ -77,7 +77,7 @@ impl Follower {
     /// Shows an error that a later look may not meet any more.
     fn put_off(&self, error: Error) -> Option<u64> {
         tracing::warn!(error = &error as &dyn std::error::Error, "the checkpoint cannot be scrubbed");
-        drop(self.note(Err(error)));
+        drop(self.note::<()>(Err(error)));
         Some(0)
     }
 }

@@ -28,13 +28,15 @@ struct Rounds {
     engines_at: Instant,
     /// Looks at the store in a row that failed.
     failures: u32,
+    /// Versions in a row that engines were offered and that could not be kept.
+    unkept: u32,
     scrubbing: Scrubbing,
 }
 
 impl Default for Rounds {
     fn default() -> Self {
         let now = Instant::now();
-        Self { store_at: now, engines_at: now, failures: 0, scrubbing: Scrubbing::default() }
+        Self { store_at: now, engines_at: now, failures: 0, unkept: 0, scrubbing: Scrubbing::default() }
     }
 }
 
@@ -91,6 +93,9 @@ impl Follower {
                     tracing::debug!(error, "not every engine is on the version");
                 }
             }
+            if changed {
+                self.keep_offered(&mut rounds);
+            }
             if self.is_done() {
                 break;
             }
@@ -133,6 +138,24 @@ impl Follower {
         // From one look to the next, so that the way to the store is not waited for besides.
         (rounds.failures, rounds.store_at) = (0, begin + self.options().poll);
         Ok(changed)
+    }
+
+    /// Waits until the version that engines have taken is kept. One that is not is looked for again, ever more slowly.
+    fn keep_offered(&self, rounds: &mut Rounds) {
+        match self.keep() {
+            Ok(true) => rounds.unkept = 0,
+            // Another request has the version, and keeps it.
+            Ok(false) | Err(Error::Busy { .. }) => {}
+            Err(error) => {
+                rounds.unkept += 1;
+                let (error, unkept) = (&error as &dyn std::error::Error, rounds.unkept);
+                if is_told(unkept) {
+                    tracing::warn!(error, unkept, "engines may be ahead of the directory");
+                }
+                let pause = backoff(self.options().poll, self.options().backoff_max, unkept);
+                rounds.store_at = Instant::now() + pause;
+            }
+        }
     }
 
     /// Whether the last version to follow is on disk and on every engine.

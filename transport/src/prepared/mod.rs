@@ -23,6 +23,16 @@ use crate::snapshot::TensorInfo;
 pub use write::check_dir;
 pub(crate) use write::{Offer, Offering};
 
+/// When a version that does no more than change weights is offered to engines' plugins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OfferWhen {
+    /// Once its journal is durable: no crash takes it back.
+    #[default]
+    Durable,
+    /// Once its payloads are checked and decoded. After a crash the store has to give it once more.
+    Decoded,
+}
+
 const MAGIC: [u8; 8] = *b"dftlpre2";
 /// Magic, where the header begins, how long it is, its digest, and zeros. All zeros: nothing is offered.
 const HEAD_BYTES: usize = 64;

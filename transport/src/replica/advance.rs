@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use driftless_store::wait::lock;
 
+use super::journal::Sealed;
 use super::prefault::WriteMaps;
 use super::state::State;
-use super::{Advanced, Replica, begin, check_model, fold, objects, stage};
+use super::{Advanced, CarriedOut, Replica, begin, check_model, fold, objects, stage};
 use crate::chain::Chain;
 use crate::error::{Error, Result};
 use crate::ids::Version;
@@ -168,13 +169,15 @@ impl Replica {
             self.state.as_ref().filter(|_| versions.first().is_some_and(|first| self.is_base_of(first)));
         let offering = base.and_then(|base| begin(&mut self.offer, base));
         // What is offered first is written behind: its page faults would only hold up the offer.
-        let written_now = base.filter(|_| offering.is_none() || !self.offers_first);
+        let written_now = base.filter(|_| offering.is_none() || self.offers_first.is_none());
         let mut maps = written_now.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
         let sealed = self.journal_publications(versions, &objects, &mut maps, offering.as_ref());
-        let (journal, bytes) = (started.elapsed(), objects.fetched());
+        let (decoded, bytes) = (started.elapsed(), objects.fetched());
         let fetch = lock(&objects.came).map_or(Duration::ZERO, |at| at.duration_since(started));
-        let decode = journal.saturating_sub(fetch + sealed.as_ref().copied().unwrap_or_default());
-        let overwrite = self.carry_out(sealed, maps, offering)?;
+        let decode = decoded.saturating_sub(fetch);
+        let when = self.offers_first.unwrap_or_default();
+        let CarriedOut { kept, overwrite } = self.carry_out(sealed, maps, offering, when)?;
+        let journal = decoded + kept;
         let offer = started.elapsed().saturating_sub(journal);
         let changed = versions.iter().map(|committed| committed.manifest.changed).sum();
         tracing::info!(
@@ -192,17 +195,16 @@ impl Replica {
             && committed.manifest.base == self.identity()
     }
 
-    /// Seals the journal of publications in a row, and returns how long sealing took. Pages of `maps` that will be
-    /// overwritten are made ready.
+    /// Seals the journal of publications in a row. Pages of `maps` that will be overwritten are made ready.
     fn journal_publications(
         &self,
         versions: &[Committed],
         objects: &objects::Objects<'_>,
         maps: &mut WriteMaps,
         offering: Option<&Offering>,
-    ) -> Result<Duration> {
+    ) -> Result<Sealed> {
         let (Some(first), Some(last)) = (versions.first(), versions.last()) else {
-            return Ok(Duration::ZERO);
+            return Err(Error::Internal { what: "a journal of no version" });
         };
         match &self.state {
             Some(state) if self.is_base_of(first) => {

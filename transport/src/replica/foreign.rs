@@ -11,15 +11,15 @@ use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Patch, Profi
 use driftless_store::ContentDigest;
 
 use super::decode::read_back;
-use super::journal::{Record, Writer};
+use super::journal::{Record, Sealed, Writer};
 use super::prefault::WriteMaps;
 use super::state::State;
-use super::{Advanced, Replica, begin, stage};
+use super::{Advanced, CarriedOut, Replica, begin, stage};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
 use crate::manifest::{Kind, Manifest};
-use crate::prepared::Offering;
+use crate::prepared::{OfferWhen, Offering};
 use crate::run::Committed;
 
 /// Bytes of a tensor that are rewritten at a time: a whole number of blocks of every element type.
@@ -90,9 +90,13 @@ impl Replica {
         let started = Instant::now();
         let offering = begin(&mut self.offer, state);
         let sealed = journal(&self.layout.journal(), state, next, rewrite, confirm, offering.as_ref());
-        let journal = started.elapsed();
-        let changed = sealed.as_ref().copied().unwrap_or_default();
-        let overwrite = self.carry_out(sealed, WriteMaps::default(), offering)?;
+        let decoded = started.elapsed();
+        let changed = sealed.as_ref().map_or(0, |(_, changed)| *changed);
+        let sealed = sealed.map(|(sealed, _)| sealed);
+        // Of what a trainer may remove again nobody has to be given anything that is not kept.
+        let CarriedOut { kept, overwrite } =
+            self.carry_out(sealed, WriteMaps::default(), offering, OfferWhen::Durable)?;
+        let journal = decoded + kept;
         tracing::info!(
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
             overwrite_ms = overwrite.as_millis() as u64, "applied"
@@ -102,7 +106,7 @@ impl Replica {
     }
 }
 
-/// Seals the journal; returns the number of elements that change.
+/// Seals the journal; returns the number of elements that change, too.
 fn journal(
     path: &std::path::Path,
     state: &State,
@@ -110,7 +114,7 @@ fn journal(
     rewrite: &Rewrite<'_>,
     confirm: &dyn Fn() -> Result<()>,
     offering: Option<&Offering>,
-) -> Result<u64> {
+) -> Result<(Sealed, u64)> {
     let mut manifest = successor(state, next);
     let positions = next.tensors.iter().map(|name| position(&manifest, name)).collect::<Result<Vec<_>>>()?;
     let journal = Writer::create(path)?;
@@ -145,8 +149,7 @@ fn journal(
     })?;
     confirm()?;
     let changed = manifest.changed;
-    stage::seal(journal, &Committed::new(manifest, next.digest), &tables)?;
-    Ok(changed)
+    Ok((stage::seal(journal, &Committed::new(manifest, next.digest), &tables)?, changed))
 }
 
 /// The manifest that stands for the version in the replica's state. It names no objects: there are none in a

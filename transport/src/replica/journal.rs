@@ -8,18 +8,13 @@
 //! Threads write records side by side, over the pages of the journal before: it is kept as the *spare*, and becomes
 //! the journal by its name once all of it is synced.
 
-use std::fs::{self, File};
-use std::io;
-use std::os::unix::fs::FileExt as _;
+use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
 
-use driftless_store::os::watch::{self, Call};
-use driftless_store::os::{if_there, regular, remove_file, rename, sync_file};
+use driftless_store::os::{Steady, if_there, remove_file, rename};
 use driftless_store::wait::lock;
 
 use crate::error::{Error, Result};
@@ -91,76 +86,36 @@ impl<'a> Record<'a> {
     }
 }
 
-/// A journal being written, by several threads if need be. Dropped before [`Writer::commit`], it leaves a spare.
+/// A journal being written, by several threads if need be. Dropped before [`Sealed::keep`], it leaves a spare.
 pub(super) struct Writer {
     /// The journal's name, which the file gets at last.
     path: PathBuf,
-    spare: PathBuf,
-    file: File,
+    spare: Steady,
     /// Where the next record goes.
     end: AtomicU64,
     /// The place of each record, and its digest.
     digests: Mutex<Vec<(u64, blake3::Hash)>>,
-    /// Bytes since write-back last began, and from how many on it begins again.
-    unsynced: AtomicU64,
-    begin_bytes: u64,
-    begun: Mutex<Option<Begun>>,
 }
 
-/// A thread that syncs what was written so far while more is being written, so that the last sync finds
-/// little to do.
-struct Begun {
-    more: SyncSender<()>,
-    /// A failed write-back is reported once, maybe here.
-    outcome: JoinHandle<io::Result<()>>,
-}
-
-impl Begun {
-    fn start(file: &File, path: &Path) -> io::Result<Self> {
-        // One request waits while another is carried out; what comes then is in it.
-        let (more, requests) = sync_channel(1);
-        let (file, path) = (file.try_clone()?, path.to_owned());
-        let work = move || {
-            requests.iter().try_for_each(|()| {
-                watch::before(Call::Sync, &path)?;
-                file.sync_data()
-            })
-        };
-        let outcome = thread::Builder::new().name("driftless-journal".to_owned()).spawn(work)?;
-        Ok(Self { more, outcome })
-    }
-
-    fn end(self) -> io::Result<()> {
-        drop(self.more);
-        self.outcome.join().unwrap_or_else(|_| Err(io::Error::other("the thread that syncs it is gone")))
-    }
+/// A journal with all its records, in the spare.
+pub(super) struct Sealed {
+    path: PathBuf,
+    spare: Steady,
 }
 
 impl Writer {
     pub(super) fn create(path: &Path) -> Result<Self> {
         let spare = spare(path);
-        let io = |source| Error::io("create", &spare, source);
-        watch::before(Call::Create, &spare).map_err(io)?;
-        let open = || regular::open_own(File::options().write(true).create(true).truncate(false), &spare);
-        // What is no file, or another's, makes place for one.
-        let file = open().or_else(|_| if_there(remove_file(&spare)).and_then(|_| open())).map_err(io)?;
-        let writer = Self {
-            path: path.into(),
-            file,
-            end: AtomicU64::new(MAGIC.len() as u64),
-            digests: Mutex::default(),
-            unsynced: AtomicU64::new(0),
-            begin_bytes: BEGIN_BYTES,
-            begun: Mutex::default(),
-            spare,
-        };
+        let spare = Steady::open(&spare, BEGIN_BYTES).map_err(|source| Error::io("create", spare, source))?;
+        let end = AtomicU64::new(MAGIC.len() as u64);
+        let writer = Self { path: path.into(), spare, end, digests: Mutex::default() };
         writer.write(&MAGIC, 0)?;
         Ok(writer)
     }
 
     /// The journal will have about so many bytes.
     pub(super) fn expecting(mut self, bytes: u64) -> Self {
-        self.begin_bytes = (bytes / PARTS).clamp(BEGIN_BYTES_MIN, BEGIN_BYTES);
+        self.spare = self.spare.beginning_after((bytes / PARTS).clamp(BEGIN_BYTES_MIN, BEGIN_BYTES));
         self
     }
 
@@ -176,46 +131,33 @@ impl Writer {
         Ok(())
     }
 
-    /// Seals and syncs the file, and gives it its name; once the directory is synced too the apply is committed.
-    pub(super) fn commit(self) -> Result<()> {
+    /// Adds the seal.
+    pub(super) fn seal(self) -> Result<Sealed> {
         let mut digests = std::mem::take(&mut *lock(&self.digests));
         digests.sort_unstable_by_key(|(start, _)| *start);
         let seal = *seal(digests.into_iter().map(|(_, digest)| digest)).as_bytes();
         self.push(Record::Commit(&seal))?;
-        let Self { path, spare, file, end, begun, .. } = self;
-        let (io, end) = (|source| Error::io("sync", &spare, source), end.into_inner());
-        if file.metadata().map_err(io)?.len() > end {
-            file.set_len(end).map_err(io)?;
-        }
-        // Not one after the other: the last sync waits for the one before anyhow.
-        let synced = sync_file(&file, &spare);
-        let begun = begun.into_inner().unwrap_or_else(PoisonError::into_inner);
-        synced.and(begun.map_or(Ok(()), Begun::end)).map_err(io)?;
-        rename(&spare, &path).map_err(|source| Error::io("rename", spare, source))
+        let Self { path, spare, end, .. } = self;
+        spare.cut(end.into_inner()).map_err(|source| Error::io("shorten", spare.path(), source))?;
+        Ok(Sealed { path, spare })
     }
 
     fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
-        watch::before(Call::Write, &self.spare)
-            .and_then(|()| self.file.write_all_at(bytes, at))
-            .and_then(|()| self.begin(bytes.len() as u64))
-            .map_err(|source| Error::io("write", &self.spare, source))
+        self.spare.write(bytes, at).map_err(|source| Error::io("write", self.spare.path(), source))
+    }
+}
+
+impl Sealed {
+    /// Where it lies until it is kept.
+    pub(super) fn place(&self) -> &Path {
+        self.spare.path()
     }
 
-    /// Has the disk begin with what is there, every so many bytes.
-    fn begin(&self, written: u64) -> io::Result<()> {
-        if self.unsynced.fetch_add(written, Relaxed) + written < self.begin_bytes {
-            return Ok(());
-        }
-        self.unsynced.store(0, Relaxed);
-        let mut begun = lock(&self.begun);
-        let thread = match begun.take() {
-            Some(thread) => thread,
-            None => Begun::start(&self.file, &self.spare)?,
-        };
-        // It has enough to do, or has failed, which the end tells.
-        let _ = thread.more.try_send(());
-        *begun = Some(thread);
-        Ok(())
+    /// Syncs it and gives it its name; once the directory is synced too the apply is committed.
+    pub(super) fn keep(self) -> Result<()> {
+        let place = self.place().to_owned();
+        self.spare.sync().map_err(|source| Error::io("sync", &place, source))?;
+        rename(&place, &self.path).map_err(|source| Error::io("rename", place, source))
     }
 }
 
@@ -328,7 +270,7 @@ mod tests {
         for record in sample() {
             writer.push(record).unwrap();
         }
-        writer.commit().unwrap();
+        writer.seal().unwrap().keep().unwrap();
         fs::read(&path).unwrap()
     }
 
@@ -373,7 +315,7 @@ mod tests {
         for length in [70_000, 300, 5_000, 100_000] {
             let (writer, body) = (Writer::create(&path).unwrap(), vec![length as u8; length]);
             writer.push(Record::Digests(&body)).unwrap();
-            writer.commit().unwrap();
+            writer.seal().unwrap().keep().unwrap();
             let found = fs::read(&path).unwrap();
             assert_eq!(committed(&found).unwrap(), [Record::Digests(&body)]);
             inodes.push(fs::metadata(&path).unwrap().ino());
@@ -407,7 +349,7 @@ mod tests {
             }
         };
         thread::scope(|scope| names.iter().for_each(|name| drop(scope.spawn(|| add(name)))));
-        writer.commit().unwrap();
+        writer.seal().unwrap().keep().unwrap();
         let found = fs::read(&path).unwrap();
         let records = committed(&found).unwrap();
         assert_eq!(records.len(), 800);
@@ -443,7 +385,7 @@ mod tests {
             let writer = expected.into_iter().fold(writer, Writer::expecting);
             (0..mib).for_each(|_| writer.push(Record::Digests(&vec![5; 1 << 20])).unwrap());
             let begun = lock(&writer.begun).is_some();
-            writer.commit().unwrap();
+            writer.seal().unwrap().keep().unwrap();
             begun
         };
         assert!(!begun_after("none yet", Some(0), 1));

@@ -56,11 +56,11 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, File, Manifest};
-use crate::prepared::{Offer, Offering};
+use crate::prepared::{Offer, OfferWhen, Offering};
 use crate::run::Committed;
 use crate::snapshot::Snapshot as _;
 use buffers::Buffers;
-use journal::{Record, Writer};
+use journal::{Record, Sealed, Writer};
 use own::refuse_stray;
 use prefault::WriteMaps;
 use state::{Layout, State};
@@ -111,8 +111,8 @@ pub struct Replica {
     buffers: Arc<Buffers>,
     /// What plugins of engines are offered.
     offer: Option<Offer>,
-    /// Whether a version that was offered is there before its bytes are.
-    offers_first: bool,
+    /// From when on a version that was offered is there before its bytes are, if it is.
+    offers_first: Option<OfferWhen>,
 }
 
 /// What one [`Replica::advance`] did.
@@ -125,19 +125,28 @@ pub struct Advanced {
     pub bytes: u64,
     /// Elements that changed, by the manifests' account, summed over the versions.
     pub changed: u64,
-    /// Fetching, checking, decoding and writing the journal, up to its sync.
+    /// Fetching, checking, decoding and writing the journal, up to its sync; without that where the offer comes first.
     pub journal: Duration,
     /// Of `journal`, until the last byte had arrived.
     pub fetch: Duration,
-    /// Of `journal`, from then until everything was decoded and checked.
+    /// Of `journal`, from then until everything was decoded and checked, and the journal written.
     pub decode: Duration,
-    /// From the synced journal until engines could be asked to take the version: `overwrite`, or an offer to plugins.
+    /// From then until engines could be asked to take the version: `overwrite`, or an offer to plugins.
     pub offer: Duration,
     /// Overwriting: at its end an engine could load the version.
     pub overwrite: Duration,
     /// Waiting, before any of it, until the version before was durable, which it becomes behind its own
     /// apply.
     pub sync: Duration,
+}
+
+/// What carrying out a journal took.
+#[derive(Default)]
+struct CarriedOut {
+    /// Until the journal was synced; zero if that goes on behind.
+    kept: Duration,
+    /// Until an engine could load the version; zero if it is carried out behind.
+    overwrite: Duration,
 }
 
 impl Replica {
@@ -181,7 +190,7 @@ impl Replica {
         let downloads =
             Arc::new(DownloadCache::new(layout.downloads(), DownloadOptions::default(), RANGE_POINT));
         let buffers = Arc::default();
-        let (state, syncing, offer, offers_first) = (None, None, None, false);
+        let (state, syncing, offer, offers_first) = (None, None, None, None);
         Ok(Self {
             dir,
             layout,
@@ -241,10 +250,11 @@ impl Replica {
         self.offer.iter_mut().for_each(Offer::end);
     }
 
-    /// Has a delta that was offered be the applied version as soon as its journal is durable. Its bytes are
-    /// written behind, which [`Checkpoint::wait`] waits for.
-    pub fn offer_first(&mut self) {
-        self.offers_first = true;
+    /// Has a delta that was offered be the applied version before its bytes are there. They are written behind, which
+    /// [`Checkpoint::wait`] waits for. With [`OfferWhen::Decoded`] its journal is not durable yet either, which
+    /// [`Replica::keep`] waits for.
+    pub fn offer_first(&mut self, when: OfferWhen) {
+        self.offers_first = Some(when);
     }
 
     /// The directory.
@@ -327,7 +337,7 @@ impl Replica {
             return Ok(());
         }
         let sealed = self.journal_adoption(source, committed);
-        self.carry_out(sealed, WriteMaps::default(), None).map(|_| ())
+        self.carry_out(sealed, WriteMaps::default(), None, OfferWhen::Durable).map(|_| ())
     }
 
     /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed
@@ -409,44 +419,38 @@ impl Replica {
         Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) }
     }
 
-    /// Carries out a journal that was just sealed, on `maps`; if it could not be sealed, what was written
-    /// of it is removed. What it changes is offered by `offering`. Returns how long it took until an engine
-    /// could load the version, nothing if it is carried out behind; it becomes durable behind.
-    fn carry_out<T>(
+    /// Carries out a journal that was just sealed, on `maps`; if it could not be sealed or kept, what was written
+    /// of it is removed. What it changes is offered by `offering`, and with `when` before it is kept. It becomes durable
+    /// behind, and is carried out behind if engines' plugins were offered it first.
+    fn carry_out(
         &mut self,
-        sealed: Result<T>,
+        sealed: Result<Sealed>,
         maps: WriteMaps,
         mut offering: Option<Offering>,
-    ) -> Result<Duration> {
-        if let Err(error) = sealed {
-            self.buffers.clear();
-            if let Err(leftover) = redo::drop_journal(&self.layout) {
-                tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
-            }
-            if let Some(state) = self.state.as_mut().filter(|_| maps.moved_times())
-                && let Err(error) = redo::restamp(&self.layout, state)
-            {
-                tracing::warn!(%error, "everything will be hashed: the weight files' new times are not noted");
-            }
-            self.make_room(&error);
-            return Err(self.attribute(error));
+        when: OfferWhen,
+    ) -> Result<CarriedOut> {
+        let sealed = sealed.map_err(|error| self.give_up(error, &maps))?;
+        if when == OfferWhen::Decoded
+            && let Some(state) = self.offer_ahead(sealed.place(), &mut offering)?
+        {
+            self.carry_out_behind(state, maps, Some(sealed))?;
+            return Ok(CarriedOut::default());
         }
+        let started = Instant::now();
+        sealed.keep().map_err(|error| self.give_up(error, &maps))?;
+        let kept = started.elapsed();
         self.unfinished = true;
         self.layout.sync()?;
         crash_point("follow.journal")?;
         if offering.is_none() {
             self.offer.iter_mut().for_each(Offer::withdraw);
         }
-        let before = self.state.as_ref().filter(|_| self.offers_first && offering.is_some());
-        if let Some(before) = before
-            && let Some(state) = redo::ahead(&self.dir, &self.layout, &before.checkpoint)
-                .map_err(|error| self.classify(error))?
-            && let Some(offering) = offering.take()
-            && offering.finish(&state.manifest, state.applied.prepared(), true)
+        if when == OfferWhen::Durable
+            && let Some(state) = self.offer_ahead(&self.layout.journal(), &mut offering)?
         {
-            self.carry_out_behind(state, maps)?;
+            self.carry_out_behind(state, maps, None)?;
             self.unfinished = false;
-            return Ok(Duration::ZERO);
+            return Ok(CarriedOut { kept, overwrite: Duration::ZERO });
         }
         let overwrite = match self.redo(Some(maps), offering)? {
             Some((pending, overwrite)) => {
@@ -460,7 +464,33 @@ impl Replica {
                 Duration::ZERO
             }
         };
-        Ok(overwrite)
+        Ok(CarriedOut { kept, overwrite })
+    }
+
+    /// Offers what the journal at `path` changes, before a byte of it is carried out; the state that it leads to if that
+    /// was done. A journal that does more than overwrite weights is carried out first.
+    fn offer_ahead(&self, path: &Path, offering: &mut Option<Offering>) -> Result<Option<State>> {
+        let before = self.state.as_ref().filter(|_| self.offers_first.is_some() && offering.is_some());
+        let Some(before) = before else { return Ok(None) };
+        let ahead = redo::ahead(&self.dir, &self.layout, path, &before.checkpoint);
+        let Some(state) = ahead.map_err(|error| self.classify(error))? else { return Ok(None) };
+        let finish = |offering: Offering| offering.finish(&state.manifest, state.applied.prepared(), true);
+        Ok(offering.take().is_some_and(finish).then_some(state))
+    }
+
+    /// Removes what was written of an apply that did not come to a journal.
+    fn give_up(&mut self, error: Error, maps: &WriteMaps) -> Error {
+        self.buffers.clear();
+        if let Err(leftover) = redo::drop_journal(&self.layout) {
+            tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
+        }
+        if let Some(state) = self.state.as_mut().filter(|_| maps.moved_times())
+            && let Err(error) = redo::restamp(&self.layout, state)
+        {
+            tracing::warn!(%error, "everything will be hashed: the weight files' new times are not noted");
+        }
+        self.make_room(&error);
+        self.attribute(error)
     }
 
     /// An error of the codec may mean that the base has rotted in place, which nothing but its digests can
@@ -509,7 +539,7 @@ impl Replica {
     }
 
     /// Copies and checks a directory, and seals the journal that installs the copy.
-    fn journal_adoption(&self, source: &Path, committed: &Committed) -> Result<Duration> {
+    fn journal_adoption(&self, source: &Path, committed: &Committed) -> Result<Sealed> {
         let checkpoint = Checkpoint::open(source)?;
         redo::check_tensors(&checkpoint, &committed.manifest)?;
         redo::check_files(&checkpoint, &committed.manifest)?;

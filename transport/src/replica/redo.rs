@@ -88,12 +88,11 @@ pub(super) fn redo(
     Ok(Some(Redone { state, pending, overwrite }))
 }
 
-/// The state that the journal, which was just sealed, leads to, before a byte of it is carried out; `None` if
+/// The state that the journal at `path`, which was just sealed, leads to, before a byte of it is carried out; `None` if
 /// it does more than overwrite weights.
-pub(super) fn ahead(dir: &Path, layout: &Layout, before: &Checkpoint) -> Result<Option<State>> {
-    let path = layout.journal();
-    let file = regular::open(&path).map_err(|source| Error::io("open", &path, source))?;
-    let bytes = map::map(&path, &file)?;
+pub(super) fn ahead(dir: &Path, layout: &Layout, path: &Path, before: &Checkpoint) -> Result<Option<State>> {
+    let file = regular::open(path).map_err(|source| Error::io("open", path, source))?;
+    let bytes = map::map(path, &file)?;
     let Some(records) = journal::sealed(&bytes) else { return Ok(None) };
     let is_more = |record: &Record<'_>| {
         matches!(record, Record::Install { .. } | Record::Remove { .. } | Record::File { .. })
@@ -101,7 +100,7 @@ pub(super) fn ahead(dir: &Path, layout: &Layout, before: &Checkpoint) -> Result<
     if records.iter().any(is_more) {
         return Ok(None);
     }
-    let (copy, digests) = documents(&path, &records)?;
+    let (copy, digests) = documents(path, &records)?;
     let parsed = Copy::parse(copy)?;
     check_base(layout, &records, &parsed)?;
     let mut checkpoint = Checkpoint::open_weights(dir, Some(before))?;

@@ -34,7 +34,7 @@ impl Replica {
     /// [`Error::DamagedReplica`] names what differs; the next call begins there. The file system's errors.
     pub(crate) fn scrub(&self, scrub: &mut Scrub, bytes: u64) -> Result<u64> {
         let Some(state) = self.state.as_ref().filter(|_| !self.unfinished) else { return Ok(0) };
-        if state.checkpoint.is_written() == Some(false) {
+        if state.checkpoint.is_written() != Some(true) {
             return Ok(0);
         }
         if scrub.version != self.identity() {

@@ -4,7 +4,6 @@
 
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use driftless_store::os::sync_dir;
 
@@ -13,7 +12,7 @@ use super::decode::{Change, Deltas, full_tensor};
 use super::fold::{
     carried_files, check_same_form, decoding_bytes, in_turn, journal_bytes, mostly_changed, places, steps,
 };
-use super::journal::{Record, Writer};
+use super::journal::{Record, Sealed, Writer};
 use super::objects::Objects;
 use super::prefault::WriteMaps;
 use super::state::{Copy, State, Tables, digests_to_bytes};
@@ -37,7 +36,7 @@ fn bounds() -> Bounds {
 
 /// Writes and seals the journal that takes `base` over `versions` by their deltas. All versions tie the same
 /// names. Pages of `maps`, the base's files, are prefaulted where they will change. What changes is added to
-/// `offering`, while its old bytes are at hand. `buffers` are of no use after it. Returns how long sealing took.
+/// `offering`, while its old bytes are at hand. `buffers` are of no use after it.
 pub(super) fn journal_deltas(
     path: &Path,
     base: &State,
@@ -46,8 +45,8 @@ pub(super) fn journal_deltas(
     objects: &Objects<'_>,
     buffers: &Buffers,
     offering: Option<&Offering>,
-) -> Result<Duration> {
-    let Some(last) = versions.last() else { return Ok(Duration::ZERO) };
+) -> Result<Sealed> {
+    let Some(last) = versions.last() else { return Err(Error::Internal { what: "a journal of no version" }) };
     let mut before = &base.manifest;
     for committed in versions {
         check_same_form(before, &committed.manifest)?;
@@ -116,7 +115,7 @@ fn read_file(number: usize, file: &File, objects: &Objects<'_>) -> Result<AuxFil
 }
 
 /// Writes the tensors of the last version into `staging`, from the first one in full and the deltas behind
-/// it, and seals the journal that installs them. Returns how long sealing took.
+/// it, and seals the journal that installs them.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
@@ -126,8 +125,10 @@ pub(super) fn journal_full(
     objects: &Objects<'_>,
     old_files: &[File],
     stale: &[String],
-) -> Result<Duration> {
-    let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(Duration::ZERO) };
+) -> Result<Sealed> {
+    let (Some(first), Some(last)) = (versions.first(), versions.last()) else {
+        return Err(Error::Internal { what: "a journal of no version" });
+    };
     if !first.manifest.is_anchor() {
         return Err(Error::Unsupported {
             what: format!("starting at version {} of run {}", first.manifest.version, first.manifest.run_id),
@@ -185,11 +186,10 @@ pub(super) fn journal_names(journal: &Writer, names: &[String], stale: &[String]
     gone.try_for_each(|name| journal.push(Record::Remove { name }))
 }
 
-/// Adds the manifest and the digest tables, and seals. Returns how long that took.
-pub(super) fn seal(journal: Writer, committed: &Committed, tables: &Tables) -> Result<Duration> {
-    let started = Instant::now();
+/// Adds the manifest and the digest tables, and seals.
+pub(super) fn seal(journal: Writer, committed: &Committed, tables: &Tables) -> Result<Sealed> {
     let copy = Copy { digest: committed.digest, manifest: committed.manifest.clone() };
     journal.push(Record::Manifest(&copy.to_bytes()?))?;
     journal.push(Record::Digests(&digests_to_bytes(tables)))?;
-    journal.commit().map(|()| started.elapsed())
+    journal.seal()
 }

@@ -3,6 +3,9 @@
 //!
 //! A version is loadable once its journal is durable. Until the data is synced and the marker is moved, a
 //! crash is followed by the journal again. The next apply waits, because its journal takes this one's place.
+//!
+//! A version may also be offered before its journal is durable, which is then made so first of all. A crash before
+//! that leaves the version in front: no byte of it has changed.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -15,6 +18,7 @@ use driftless_store::Error as StoreError;
 use driftless_store::os::{crash_point, give_way, sync_dir, sync_file};
 use driftless_store::wait::lock;
 
+use super::journal::Sealed;
 use super::prefault::{WriteMap, WriteMaps};
 use super::redo::Redone;
 use super::state::{Applied, Layout, Stamp, State};
@@ -84,6 +88,8 @@ impl PendingSync {
 #[derive(Debug)]
 pub(super) struct Syncing {
     what: String,
+    /// Tells that the journal is durable, where it was not when this began. What ends without a word is an error.
+    kept: Option<Mutex<Receiver<()>>>,
     outcome: Mutex<Receiver<Result<Synced>>>,
 }
 
@@ -97,21 +103,30 @@ struct Synced {
 }
 
 impl Syncing {
-    /// Starts the thread, which holds the directory's lock as long as it writes there.
+    /// Starts the thread, which holds the directory's lock as long as it writes there. It first makes the journal
+    /// durable, if that is only sealed.
     fn start(
         replica: &Replica,
         version: Version,
+        sealed: Option<Sealed>,
         work: impl FnOnce() -> Result<Synced> + Send + 'static,
     ) -> Result<Self> {
         let what = format!("making version {version} durable");
-        let (tell, outcome) = sync_channel(1);
+        let ((tell_kept, kept), (tell, outcome)) = (sync_channel(1), sync_channel(1));
+        let kept = sealed.is_some().then_some(Mutex::new(kept));
+        let layout = replica.layout.clone();
         let (lock, downloads) = (replica.lock.clone(), replica.downloads.clone());
         let (buffers, root) = (replica.buffers.clone(), replica.layout.root.clone());
         let work = move || {
+            let committed = sealed.map_or(Ok(()), |sealed| keep(sealed, &layout));
+            if committed.is_ok() {
+                let _ = tell_kept.send(());
+            }
+            drop(tell_kept);
             // Engines that decode need their processors at once, and all that works behind a version can wait.
             give_way();
             buffers.clear();
-            let synced = work();
+            let synced = committed.and_then(|()| work());
             // The journal has what was in it. Not sooner: removing files waits for the sync.
             downloads.resume();
             // Released before the outcome is sent: the receiver may open the directory.
@@ -122,7 +137,16 @@ impl Syncing {
             .name("driftless-sync".to_owned())
             .spawn(work)
             .map_err(|source| Error::io("start a thread for", root, source))?;
-        Ok(Self { what, outcome: Mutex::new(outcome) })
+        Ok(Self { what, kept, outcome: Mutex::new(outcome) })
+    }
+
+    /// Whether the journal is durable by now.
+    fn is_kept(&mut self) -> bool {
+        let told = self.kept.as_ref().map(|kept| lock(kept).try_recv());
+        if told == Some(Ok(())) {
+            self.kept = None;
+        }
+        self.kept.is_none()
     }
 
     /// How it ended; `None` if it has not after `limit`.
@@ -161,10 +185,14 @@ impl Replica {
         self.want();
         let sync = self.join(SYNC_DEADLINE)?;
         if let (None, Some(syncing)) = (sync, &self.syncing) {
-            let with = format!("{}, for {} s by now", syncing.what, SYNC_DEADLINE.as_secs());
-            return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with });
+            return Err(self.waited_for(syncing));
         }
         Ok(sync.unwrap_or_default())
+    }
+
+    fn waited_for(&self, syncing: &Syncing) -> Error {
+        let with = format!("{}, for {} s by now", syncing.what, SYNC_DEADLINE.as_secs());
+        Error::Busy { what: format!("`{}`", self.dir.display()), with }
     }
 
     /// Has bytes that nobody needed yet be written.
@@ -181,15 +209,22 @@ impl Replica {
     pub(super) fn sync_behind(&mut self, pending: PendingSync) -> Result<()> {
         let version = pending.applied.version;
         let work = move || Ok(Synced { sync: pending.sync()?, weights: None });
-        self.syncing = Some(Syncing::start(self, version, work)?);
+        self.syncing = Some(Syncing::start(self, version, None, work)?);
         Ok(())
     }
 
     /// Takes up the state that the sealed journal leads to, and has another thread carry it out and make it
-    /// durable, as soon as the bytes are wanted. [`Checkpoint::wait`] waits for them.
+    /// durable, as soon as the bytes are wanted. [`Checkpoint::wait`] waits for them. With `sealed` that thread keeps the
+    /// journal, too.
     ///
     /// [`Checkpoint::wait`]: crate::Checkpoint::wait
-    pub(super) fn carry_out_behind(&mut self, mut state: State, maps: WriteMaps) -> Result<()> {
+    pub(super) fn carry_out_behind(
+        &mut self,
+        mut state: State,
+        maps: WriteMaps,
+        sealed: Option<Sealed>,
+    ) -> Result<()> {
+        self.unfinished = true;
         let (dir, layout, version) = (self.dir.clone(), self.layout.clone(), state.applied.version);
         let writing = Writing::begin(&mut state.checkpoint);
         let before = self.state.replace(state);
@@ -206,8 +241,40 @@ impl Replica {
             let weights = Some(pending.weights.clone());
             Ok(Synced { sync: pending.sync()?, weights })
         };
-        self.syncing = Some(Syncing::start(self, version, work)?);
+        self.syncing = Some(Syncing::start(self, version, sealed, work)?);
+        self.unfinished = false;
         Ok(())
+    }
+
+    /// Whether no crash takes the applied version back, as far as is known.
+    pub(crate) fn is_kept(&mut self) -> bool {
+        !self.unfinished && self.syncing.as_mut().is_none_or(Syncing::is_kept)
+    }
+
+    /// Waits until no crash takes the applied version back: one that was offered before its journal was durable is not
+    /// kept sooner. True if it had to.
+    ///
+    /// # Errors
+    ///
+    /// As [`Replica::sync`]. What engines were offered is then not what the next call finds in the directory: that is the
+    /// version before, unless the journal is there after all.
+    pub fn keep(&mut self) -> Result<bool> {
+        let Some(syncing) = &mut self.syncing else { return Ok(false) };
+        let Some(kept) = &syncing.kept else { return Ok(false) };
+        let told = lock(kept).recv_timeout(SYNC_DEADLINE);
+        match told {
+            Ok(()) => syncing.kept = None,
+            Err(RecvTimeoutError::Disconnected) => drop(self.rest()?),
+            Err(RecvTimeoutError::Timeout) => {
+                return Err(self
+                    .syncing
+                    .as_ref()
+                    .map_or(Error::Internal { what: "keeping a journal" }, |syncing| {
+                        self.waited_for(syncing)
+                    }));
+            }
+        }
+        Ok(true)
     }
 
     /// Waits for the sync that is under way, if one is; returns what it took if it ended.
@@ -221,7 +288,7 @@ impl Replica {
             // on no disk, or be the old ones again. The journal writes all of them once more.
             self.unfinished = true;
             tracing::error!(
-                dir = %self.dir.display(), error = &error as &dyn std::error::Error, "not durable: its journal is carried out again"
+                dir = %self.dir.display(), error = &error as &dyn std::error::Error, "not durable: it is carried out again, or fetched"
             );
             self.make_room(&error);
             self.classify(error)
@@ -253,6 +320,14 @@ impl Replica {
             source => self.damaged(source),
         }
     }
+}
+
+/// Makes a sealed journal durable: from here on every crash ends in its version.
+fn keep(sealed: Sealed, layout: &Layout) -> Result<()> {
+    crash_point("follow.offered")?;
+    sealed.keep()?;
+    layout.sync()?;
+    Ok(crash_point("follow.journal")?)
 }
 
 impl Drop for Replica {

@@ -6,11 +6,13 @@ mod files;
 pub mod inotify;
 mod lock;
 pub mod regular;
+mod steady;
 #[doc(hidden)]
 pub mod watch;
 
 pub use files::{create_dir_synced, remove_dir, remove_file, rename, sync_dir, sync_file, write_file};
 pub use lock::Lock;
+pub use steady::Steady;
 
 use std::io;
 
