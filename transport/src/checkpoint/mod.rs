@@ -2,7 +2,6 @@
 
 mod header;
 mod index;
-pub(crate) mod map;
 mod pieces;
 mod write;
 mod writing;
@@ -18,9 +17,9 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_store::os::regular;
-use driftless_store::os::sync_file;
 use driftless_store::os::watch::{self, Call};
+use driftless_store::os::{map, regular, sync_file};
+use driftless_store::wait::Awaited;
 use memmap2::Mmap;
 
 use crate::error::{Error, Result};
@@ -33,7 +32,6 @@ use header::bad;
 pub use pieces::Pieces;
 pub use write::write_checkpoint;
 pub(crate) use write::write_weights;
-pub(crate) use writing::Writing;
 
 /// Directory inside a replica that holds its state.
 pub const STATE_DIR: &str = ".driftless";
@@ -58,7 +56,7 @@ pub struct Checkpoint {
     shards: Vec<Shard>,
     files: Vec<AuxFile>,
     /// Set while a follower writes the bytes of the version.
-    written: Option<Arc<writing::Outcome>>,
+    written: Option<Awaited>,
 }
 
 /// A weight file and its map, which later checkpoints of the same file share: pages that are mapped once stay so.

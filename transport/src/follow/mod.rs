@@ -37,7 +37,7 @@ use engines::Slot;
 use metrics::Counters;
 use run::RunSource;
 
-pub use options::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEADLINE, default_id, host_name};
+pub use options::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEADLINE, default_id};
 pub use status::{PrepareReply, Status};
 
 /// A version that lies ready on the host: engines may load it, and a crash does not take it away.
@@ -221,17 +221,14 @@ impl Follower {
     }
 
     fn keep_in(&self, core: &mut Core) -> Result<bool> {
-        let kept = core.replica.keep();
-        match kept {
-            Ok(true) => self.acknowledge(core),
-            Ok(false) => {}
-            Err(_) if core.replica.sync().is_ok() => {
-                let (replica, engines) = (&core.replica, &core.engines);
-                record_applied(&mut self.status_mut(), replica, engines, Duration::ZERO, 0);
-            }
-            Err(_) => {}
+        let kept = self.note(core.replica.keep());
+        if kept.is_err() && core.replica.sync().is_ok() {
+            record_applied(&mut self.status_mut(), &core.replica, &core.engines, Duration::ZERO, 0);
         }
-        self.note(kept)
+        if matches!(kept, Ok(true)) {
+            self.acknowledge(core);
+        }
+        kept
     }
 
     /// Prepares, and has the status and the counters tell of it.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use derive_setters::Setters;
 use driftless_store::download::DownloadOptions;
+use driftless_store::os;
 
 use crate::ids::Version;
 use crate::prepared::OfferWhen;
@@ -121,21 +122,13 @@ impl FollowerOptions {
     }
 }
 
-/// The host's name; `follower` where it has none.
-#[must_use]
-pub fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
-    let name = name.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty());
-    name.unwrap_or_else(|| "follower".to_owned())
-}
-
 /// The name of a follower that was given none: the host's, and a digest of the directory's path. Followers of one host
 /// have two names, and each keeps its own from start to start.
 #[must_use]
 pub fn default_id(checkpoint_dir: &Path) -> String {
     let path = std::path::absolute(checkpoint_dir).unwrap_or_else(|_| checkpoint_dir.to_owned());
     let digest = blake3::hash(path.as_os_str().as_encoded_bytes()).to_hex();
-    format!("{}-{}", host_name(), &digest[..8])
+    format!("{}-{}", os::host_name(), &digest[..8])
 }
 
 #[cfg(test)]
@@ -147,6 +140,6 @@ mod tests {
         let [one, other] = ["/dev/shm/a", "/dev/shm/b"].map(|dir| default_id(Path::new(dir)));
         assert_ne!(one, other);
         assert_eq!(one, default_id(Path::new("/dev/shm/./a")));
-        assert!(one.starts_with(&host_name()));
+        assert!(one.starts_with(&os::host_name()));
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use driftless_store::os::{Steady, if_there, remove_file, rename};
+use driftless_store::os::{Steady, if_there, remove_if_there, rename};
 use driftless_store::wait::lock;
 
 use crate::error::{Error, Result};
@@ -105,12 +105,9 @@ pub(super) struct Sealed {
 
 impl Writer {
     pub(super) fn create(path: &Path) -> Result<Self> {
-        let spare = spare(path);
-        let spare = Steady::open(&spare, BEGIN_BYTES).map_err(|source| Error::io("create", spare, source))?;
-        let end = AtomicU64::new(MAGIC.len() as u64);
-        let writer = Self { path: path.into(), spare, end, digests: Mutex::default() };
-        writer.write(&MAGIC, 0)?;
-        Ok(writer)
+        let (spare, end) = (Steady::open(&spare(path), BEGIN_BYTES)?, AtomicU64::new(MAGIC.len() as u64));
+        spare.write(&MAGIC, 0)?;
+        Ok(Self { path: path.into(), spare, end, digests: Mutex::default() })
     }
 
     /// The journal will have about so many bytes.
@@ -124,8 +121,8 @@ impl Writer {
         let (kind, number, name, body) = record.parts();
         let head = [&head(kind, number, name, body), name.as_bytes()].concat();
         let start = self.end.fetch_add((head.len() + body.len()) as u64, Relaxed);
-        self.write(&head, start)?;
-        self.write(body, start + head.len() as u64)?;
+        self.spare.write(&head, start)?;
+        self.spare.write(body, start + head.len() as u64)?;
         let digest = blake3::Hasher::new().update(&head).update(body).finalize();
         lock(&self.digests).push((start, digest));
         Ok(())
@@ -138,12 +135,8 @@ impl Writer {
         let seal = *seal(digests.into_iter().map(|(_, digest)| digest)).as_bytes();
         self.push(Record::Commit(&seal))?;
         let Self { path, spare, end, .. } = self;
-        spare.cut(end.into_inner()).map_err(|source| Error::io("shorten", spare.path(), source))?;
+        spare.cut(end.into_inner())?;
         Ok(Sealed { path, spare })
-    }
-
-    fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
-        self.spare.write(bytes, at).map_err(|source| Error::io("write", self.spare.path(), source))
     }
 }
 
@@ -156,7 +149,7 @@ impl Sealed {
     /// Syncs it and gives it its name; once the directory is synced too the apply is committed.
     pub(super) fn keep(self) -> Result<()> {
         let place = self.place().to_owned();
-        self.spare.sync().map_err(|source| Error::io("sync", &place, source))?;
+        self.spare.sync()?;
         rename(&place, &self.path).map_err(|source| Error::io("rename", place, source))
     }
 }
@@ -232,17 +225,13 @@ pub(super) fn retire(path: &Path) -> Result<()> {
         Some(found) if found.len() <= SPARE_BYTES_MAX => {
             rename(path, &spare(path)).map_err(|source| Error::io("rename", path, source))
         }
-        Some(_) => remove(path),
+        Some(_) => Ok(remove_if_there(path)?),
     }
 }
 
 /// Gives the spare's space back; the caller syncs the directory.
 pub(super) fn remove_spare(path: &Path) -> Result<()> {
-    remove(&spare(path))
-}
-
-fn remove(path: &Path) -> Result<()> {
-    if_there(remove_file(path)).map(drop).map_err(|source| Error::io("remove", path, source))
+    Ok(remove_if_there(&spare(path))?)
 }
 
 #[cfg(test)]

@@ -189,20 +189,18 @@ impl Replica {
         let lock = Arc::new(Lock::take(&layout.lock())?);
         let downloads =
             Arc::new(DownloadCache::new(layout.downloads(), DownloadOptions::default(), RANGE_POINT));
-        let buffers = Arc::default();
-        let (state, syncing, offer, offers_first) = (None, None, None, None);
         Ok(Self {
             dir,
             layout,
             lock,
-            state,
-            syncing,
+            state: None,
+            syncing: None,
             set_aside: Vec::new(),
             unfinished: true,
             downloads,
-            buffers,
-            offer,
-            offers_first,
+            buffers: Arc::default(),
+            offer: None,
+            offers_first: None,
         })
     }
 
@@ -449,7 +447,6 @@ impl Replica {
             && let Some(state) = self.offer_ahead(&self.layout.journal(), &mut offering)?
         {
             self.carry_out_behind(state, maps, None)?;
-            self.unfinished = false;
             return Ok(CarriedOut { kept, overwrite: Duration::ZERO });
         }
         let overwrite = match self.redo(Some(maps), offering)? {

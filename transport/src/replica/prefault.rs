@@ -16,12 +16,12 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::{self, Scope};
 
 use driftless_delta::Patch;
-use driftless_store::os::regular;
+use driftless_store::os::{map, regular};
 use driftless_store::wait::lock;
 use memmap2::MmapMut;
 
 use super::objects::ObjectNumber;
-use crate::checkpoint::{Checkpoint, map};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Tensor;
 use driftless_store::pool::threads;

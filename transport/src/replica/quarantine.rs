@@ -10,7 +10,7 @@ use std::path::Path;
 
 use driftless_store::Error as StoreError;
 use driftless_store::os::watch::{self, Call};
-use driftless_store::os::{if_there, remove_dir, remove_file, rename, sync_dir};
+use driftless_store::os::{remove_dir, remove_file, rename_if_there, sync_dir};
 
 use super::journal;
 use super::own::weight_names;
@@ -50,29 +50,25 @@ pub(super) fn set_aside(dir: &Path, layout: &Layout) -> Result<()> {
     let mut names: Vec<String> =
         copy.iter().flat_map(|copy| &copy.manifest.files).map(|file| file.name.clone()).collect();
     names.extend(weight_names(dir)?);
-    shift(&layout.withheld(), &quarantine.join("config.json"))?;
+    rename_if_there(&layout.withheld(), &quarantine.join("config.json"))?;
     for name in names.iter().filter(|name| is_plain_name(name)) {
-        shift(&dir.join(name), &quarantine.join(name))?;
+        rename_if_there(&dir.join(name), &quarantine.join(name))?;
     }
     remove_dir(&layout.staging())?;
     for path in [layout.journal(), layout.digests(), layout.manifest()] {
-        shift(&path, &quarantine.join(path.file_name().unwrap_or_default()))?;
+        rename_if_there(&path, &quarantine.join(path.file_name().unwrap_or_default()))?;
     }
     for dir in [dir, &quarantine] {
         sync_dir(dir)?;
     }
     layout.sync()?;
-    shift(&layout.marker(), &pin(layout))?;
+    rename_if_there(&layout.marker(), &pin(layout))?;
     sync_dir(&quarantine)?;
     layout.sync()
 }
 
 fn pin(layout: &Layout) -> std::path::PathBuf {
     layout.quarantine().join("state.json")
-}
-
-fn shift(from: &Path, to: &Path) -> Result<()> {
-    if_there(rename(from, to)).map(drop).map_err(|source| Error::io("set aside", from, source))
 }
 
 /// What the directory held before it was set aside, if that can still be read.

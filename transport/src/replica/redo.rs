@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
 use driftless_store::ContentDigest;
-use driftless_store::os::{if_there, regular, remove_dir, remove_file, rename, sync_dir};
+use driftless_store::os::{if_there, map, regular, remove_dir, remove_if_there, rename, sync_dir};
 
 use super::decode::check_digest;
 use super::journal::{self, Record};
@@ -21,7 +21,7 @@ use super::state::{
 };
 use super::sync::PendingSync;
 use super::withhold;
-use crate::checkpoint::{Checkpoint, map};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
 use crate::prepared::Offering;
@@ -275,8 +275,7 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
                 }
             }
             Record::Remove { name } => {
-                if_there(remove_file(&withhold::place(layout, checked(name)?)))
-                    .map_err(|error| Error::io("remove", dir.join(name), error))?;
+                remove_if_there(&withhold::place(layout, checked(name)?))?;
             }
             Record::File { name, bytes } => {
                 layout.replace(&withhold::place(layout, checked(name)?), bytes)?

@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 
 use driftless_store::Error as StoreError;
 use driftless_store::os::{crash_point, give_way, sync_dir, sync_file};
-use driftless_store::wait::lock;
+use driftless_store::wait::{Awaited, Doing, lock};
 
 use super::journal::Sealed;
 use super::prefault::{WriteMap, WriteMaps};
 use super::redo::Redone;
 use super::state::{Applied, Layout, Stamp, State};
 use super::{Replica, quarantine, redo, withhold};
-use crate::checkpoint::Writing;
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 
@@ -88,8 +88,8 @@ impl PendingSync {
 #[derive(Debug)]
 pub(super) struct Syncing {
     what: String,
-    /// Tells that the journal is durable, where it was not when this began. What ends without a word is an error.
-    kept: Option<Mutex<Receiver<()>>>,
+    /// Whether the journal is durable, where it was not when this began.
+    kept: Option<Awaited>,
     outcome: Mutex<Receiver<Result<Synced>>>,
 }
 
@@ -112,17 +112,18 @@ impl Syncing {
         work: impl FnOnce() -> Result<Synced> + Send + 'static,
     ) -> Result<Self> {
         let what = format!("making version {version} durable");
-        let ((tell_kept, kept), (tell, outcome)) = (sync_channel(1), sync_channel(1));
-        let kept = sealed.is_some().then_some(Mutex::new(kept));
+        let ((tell, outcome), keeping) = (sync_channel(1), Doing::default());
+        let kept = sealed.is_some().then_some(keeping.awaited());
         let layout = replica.layout.clone();
         let (lock, downloads) = (replica.lock.clone(), replica.downloads.clone());
         let (buffers, root) = (replica.buffers.clone(), replica.layout.root.clone());
         let work = move || {
             let committed = sealed.map_or(Ok(()), |sealed| keep(sealed, &layout));
             if committed.is_ok() {
-                let _ = tell_kept.send(());
+                keeping.end()
+            } else {
+                drop(keeping)
             }
-            drop(tell_kept);
             // Engines that decode need their processors at once, and all that works behind a version can wait.
             give_way();
             buffers.clear();
@@ -141,12 +142,8 @@ impl Syncing {
     }
 
     /// Whether the journal is durable by now.
-    fn is_kept(&mut self) -> bool {
-        let told = self.kept.as_ref().map(|kept| lock(kept).try_recv());
-        if told == Some(Ok(())) {
-            self.kept = None;
-        }
-        self.kept.is_none()
+    fn is_kept(&self) -> bool {
+        self.kept.as_ref().is_none_or(|kept| kept.outcome() == Some(true))
     }
 
     /// How it ended; `None` if it has not after `limit`.
@@ -226,7 +223,7 @@ impl Replica {
     ) -> Result<()> {
         self.unfinished = true;
         let (dir, layout, version) = (self.dir.clone(), self.layout.clone(), state.applied.version);
-        let writing = Writing::begin(&mut state.checkpoint);
+        let writing = Checkpoint::begin_writing(&mut state.checkpoint);
         let before = self.state.replace(state);
         let work = move || {
             writing.hold(HOLD);
@@ -247,8 +244,8 @@ impl Replica {
     }
 
     /// Whether no crash takes the applied version back, as far as is known.
-    pub(crate) fn is_kept(&mut self) -> bool {
-        !self.unfinished && self.syncing.as_mut().is_none_or(Syncing::is_kept)
+    pub(crate) fn is_kept(&self) -> bool {
+        !self.unfinished && self.syncing.as_ref().is_none_or(Syncing::is_kept)
     }
 
     /// Waits until no crash takes the applied version back: one that was offered before its journal was durable is not
@@ -259,22 +256,13 @@ impl Replica {
     /// As [`Replica::sync`]. What engines were offered is then not what the next call finds in the directory: that is the
     /// version before, unless the journal is there after all.
     pub fn keep(&mut self) -> Result<bool> {
-        let Some(syncing) = &mut self.syncing else { return Ok(false) };
+        let Some(syncing) = &self.syncing else { return Ok(false) };
         let Some(kept) = &syncing.kept else { return Ok(false) };
-        let told = lock(kept).recv_timeout(SYNC_DEADLINE);
-        match told {
-            Ok(()) => syncing.kept = None,
-            Err(RecvTimeoutError::Disconnected) => drop(self.rest()?),
-            Err(RecvTimeoutError::Timeout) => {
-                return Err(self
-                    .syncing
-                    .as_ref()
-                    .map_or(Error::Internal { what: "keeping a journal" }, |syncing| {
-                        self.waited_for(syncing)
-                    }));
-            }
+        match kept.wait(SYNC_DEADLINE) {
+            Some(true) => Ok(true),
+            Some(false) => self.rest().map(|_| true),
+            None => Err(self.waited_for(syncing)),
         }
-        Ok(true)
     }
 
     /// Waits for the sync that is under way, if one is; returns what it took if it ended.

@@ -5,19 +5,19 @@
 //! the process is killed in between, the directory does not load until the journal is carried out. Nothing
 //! here is synced: after a loss of power, only carrying out the journal makes the directory whole.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use driftless_store::os::{if_there, rename};
+use driftless_store::os::rename_if_there;
 
 use super::state::Layout;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// The file without which no engine starts.
 const CONFIG: &str = "config.json";
 
 /// Takes the file out of the directory, if it is there.
 pub(super) fn take(layout: &Layout) -> Result<()> {
-    shift(&layout.dir.join(CONFIG), &layout.withheld())
+    Ok(rename_if_there(&layout.dir.join(CONFIG), &layout.withheld())?)
 }
 
 /// Whether the directory has none.
@@ -27,14 +27,10 @@ pub(super) fn is_missing(layout: &Layout) -> bool {
 
 /// Puts it back, if it was taken.
 pub(super) fn give_back(layout: &Layout) -> Result<()> {
-    shift(&layout.withheld(), &layout.dir.join(CONFIG))
+    Ok(rename_if_there(&layout.withheld(), &layout.dir.join(CONFIG))?)
 }
 
 /// Where an auxiliary file of this name lies while the directory is between two versions.
 pub(super) fn place(layout: &Layout, name: &str) -> PathBuf {
     if name == CONFIG { layout.withheld() } else { layout.dir.join(name) }
-}
-
-fn shift(from: &Path, to: &Path) -> Result<()> {
-    if_there(rename(from, to)).map(drop).map_err(|source| Error::io("move", from, source))
 }

@@ -94,9 +94,121 @@ pub enum Ended {
     Over,
 }
 
+/// Work under way, as those see it who wait for it.
+#[derive(Clone, Debug, Default)]
+pub struct Awaited(Arc<(Mutex<Progress>, Condvar)>);
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Whether anybody wants it done now.
+    wanted: bool,
+    /// None before it ended; then whether that went well.
+    outcome: Option<bool>,
+}
+
+impl Awaited {
+    /// Whether it went well; `None` before its end.
+    #[must_use]
+    pub fn outcome(&self) -> Option<bool> {
+        lock(&self.0.0).outcome
+    }
+
+    /// Has it done now, if it waits for a reason.
+    pub fn want(&self) {
+        self.change(|progress| progress.wanted = true);
+    }
+
+    /// Wants it, and waits for its end; `None` if that has not come after `limit`.
+    #[must_use]
+    pub fn wait(&self, limit: Duration) -> Option<bool> {
+        self.want();
+        self.wait_while(limit, |progress| progress.outcome.is_none());
+        self.outcome()
+    }
+
+    fn wait_while(&self, limit: Duration, waits: impl Fn(&Progress) -> bool) {
+        let waited = self.0.1.wait_timeout_while(lock(&self.0.0), limit, |progress| waits(progress));
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut lock(&self.0.0));
+        self.0.1.notify_all();
+    }
+}
+
+/// The same, for whoever does it. Dropped before [`Doing::end`], it did not go well.
+#[derive(Debug, Default)]
+pub struct Doing(Awaited);
+
+impl Doing {
+    /// What others wait on.
+    #[must_use]
+    pub fn awaited(&self) -> Awaited {
+        self.0.clone()
+    }
+
+    /// Waits until somebody wants it, for `limit` at most.
+    pub fn hold(&self, limit: Duration) {
+        self.0.wait_while(limit, |progress| !progress.wanted);
+    }
+
+    /// It is done.
+    pub fn end(self) {
+        self.0.change(|progress| progress.outcome = Some(true));
+    }
+}
+
+impl Drop for Doing {
+    fn drop(&mut self) {
+        self.0.change(|progress| _ = progress.outcome.get_or_insert(false));
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::sync::mpsc::channel;
+    use std::thread;
+
     use super::*;
+
+    #[test]
+    fn work_is_held_until_it_is_wanted_or_the_limit_passes() {
+        let doing = Doing::default();
+        doing.hold(Duration::ZERO);
+        let awaited = doing.awaited();
+        assert_eq!(awaited.outcome(), None);
+        let (tell, told) = channel();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                doing.hold(Duration::from_secs(600));
+                tell.send(()).unwrap();
+            });
+            assert!(told.try_recv().is_err());
+            awaited.want();
+            told.recv_timeout(Duration::from_secs(60)).unwrap();
+        });
+        // What was wanted once is not held again.
+        doing.hold(Duration::from_secs(600));
+    }
+
+    #[test]
+    fn who_waits_hears_the_end_or_that_there_will_be_none() {
+        for well in [true, false] {
+            let doing = Doing::default();
+            let awaited = doing.awaited();
+            assert_eq!(awaited.wait(Duration::ZERO), None);
+            let waiter = thread::spawn(move || awaited.wait(Duration::from_secs(600)));
+            if well {
+                doing.end()
+            } else {
+                drop(doing)
+            }
+            assert_eq!(waiter.join().unwrap(), Some(well));
+        }
+    }
 
     #[test]
     fn backoff_doubles_up_to_its_limit() {

@@ -79,6 +79,22 @@ pub fn remove_file(path: &Path) -> io::Result<()> {
     fs::remove_file(path)
 }
 
+/// Renames a file if it exists.
+///
+/// # Errors
+/// Whatever the file system reports, as [`Error::io`] tells it apart.
+pub fn rename_if_there(from: &Path, to: &Path) -> Result<()> {
+    if_there(rename(from, to)).map(drop).map_err(|source| Error::io("move", from, source))
+}
+
+/// Removes a file if it exists.
+///
+/// # Errors
+/// Whatever the file system reports, as [`Error::io`] tells it apart.
+pub fn remove_if_there(path: &Path) -> Result<()> {
+    if_there(remove_file(path)).map(drop).map_err(|source| Error::io("remove", path, source))
+}
+
 /// Removes a directory tree if it exists.
 ///
 /// # Errors

@@ -5,12 +5,16 @@ mod files;
 #[cfg(target_os = "linux")]
 pub mod inotify;
 mod lock;
+pub mod map;
 pub mod regular;
 mod steady;
 #[doc(hidden)]
 pub mod watch;
 
-pub use files::{create_dir_synced, remove_dir, remove_file, rename, sync_dir, sync_file, write_file};
+pub use files::{
+    create_dir_synced, remove_dir, remove_file, remove_if_there, rename, rename_if_there, sync_dir,
+    sync_file, write_file,
+};
 pub use lock::Lock;
 pub use steady::Steady;
 
@@ -24,6 +28,14 @@ pub fn give_way() {
     // Only of Linux does the call change one thread, and not its process. Without permission nothing changes.
     #[cfg(target_os = "linux")]
     let _ = rustix::process::nice(10);
+}
+
+/// The host's name; `follower` where it has none.
+#[must_use]
+pub fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = name.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty());
+    name.unwrap_or_else(|| "follower".to_owned())
 }
 
 /// `None` where there is no such file.

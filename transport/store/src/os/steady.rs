@@ -12,6 +12,7 @@ use std::thread::{self, JoinHandle};
 
 use super::watch::{self, Call};
 use super::{if_there, regular, remove_file, sync_file};
+use crate::error::{Error, Result};
 use crate::wait::lock;
 
 /// A file that threads write side by side. A thread of its own has the disk begin with what is there.
@@ -59,12 +60,14 @@ impl Steady {
     /// `begin_bytes`.
     ///
     /// # Errors
-    /// The operating system's.
-    pub fn open(path: &Path, begin_bytes: u64) -> io::Result<Self> {
-        watch::before(Call::Create, path)?;
+    /// Whatever the file system reports, as [`Error::io`] tells it apart.
+    pub fn open(path: &Path, begin_bytes: u64) -> Result<Self> {
         let open = || regular::open_own(File::options().write(true).create(true).truncate(false), path);
         // What is no file, or another's, makes place for one.
-        let file = open().or_else(|_| if_there(remove_file(path)).and_then(|_| open()))?;
+        let replace = |_| if_there(remove_file(path)).and_then(|_| open());
+        let file = watch::before(Call::Create, path)
+            .and_then(|()| open().or_else(replace))
+            .map_err(|source| Error::io("create", path, source))?;
         let (unsynced, begun) = (AtomicU64::new(0), Mutex::default());
         Ok(Self { path: path.into(), file, unsynced, begin_bytes, begun })
     }
@@ -84,11 +87,16 @@ impl Steady {
     /// Writes `bytes` at a place that nobody else writes.
     ///
     /// # Errors
-    /// The operating system's, also for a thread that cannot be started.
-    pub fn write(&self, bytes: &[u8], at: u64) -> io::Result<()> {
-        watch::before(Call::Write, &self.path)?;
-        self.file.write_all_at(bytes, at)?;
-        let written = bytes.len() as u64;
+    /// As [`Steady::open`], also for a thread that cannot be started.
+    pub fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
+        watch::before(Call::Write, &self.path)
+            .and_then(|()| self.file.write_all_at(bytes, at))
+            .and_then(|()| self.begin(bytes.len() as u64))
+            .map_err(|source| Error::io("write", &self.path, source))
+    }
+
+    /// Has the disk begin with what is there, every so many bytes.
+    fn begin(&self, written: u64) -> io::Result<()> {
         if self.unsynced.fetch_add(written, Relaxed) + written < self.begin_bytes {
             return Ok(());
         }
@@ -107,20 +115,23 @@ impl Steady {
     /// Cuts off what lies behind `length`, which is of the file before.
     ///
     /// # Errors
-    /// The operating system's.
-    pub fn cut(&self, length: u64) -> io::Result<()> {
-        if self.file.metadata()?.len() > length { self.file.set_len(length) } else { Ok(()) }
+    /// As [`Steady::open`].
+    pub fn cut(&self, length: u64) -> Result<()> {
+        let longer = self.file.metadata().map(|found| found.len() > length);
+        longer
+            .and_then(|longer| if longer { self.file.set_len(length) } else { Ok(()) })
+            .map_err(|source| Error::io("shorten", &self.path, source))
     }
 
     /// Makes all of it durable.
     ///
     /// # Errors
-    /// The operating system's, those of earlier write-backs included.
-    pub fn sync(self) -> io::Result<()> {
+    /// As [`Steady::open`], those of earlier write-backs included.
+    pub fn sync(self) -> Result<()> {
         // Not one after the other: the last sync waits for the one before anyhow.
         let synced = sync_file(&self.file, &self.path);
         let begun = self.begun.into_inner().unwrap_or_else(PoisonError::into_inner);
-        synced.and(begun.map_or(Ok(()), Begun::end))
+        synced.and(begun.map_or(Ok(()), Begun::end)).map_err(|source| Error::io("sync", self.path, source))
     }
 }
 

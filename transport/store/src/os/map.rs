@@ -1,8 +1,8 @@
-//! Memory maps of weight files.
+//! Memory maps of weight files and journals.
 //!
 //! A map is only sound while the file is not truncated, nor written to behind a live `&[u8]`. Ownership keeps
-//! both: readers borrow from a [`Checkpoint`](super::Checkpoint), and the replica, the one writer of this
-//! crate, needs itself mutably. Against other processes the replica holds a lock on its directory. A
+//! both: readers borrow from a `Checkpoint` of the transport, and its replica, the one writer, needs itself
+//! mutably. Against other processes the replica holds a lock on its directory. A
 //! checkpoint directory of the user's must not be rewritten in place while it is read, as its documentation
 //! says. A replica that prefaults stores bytes that are there already.
 #![expect(unsafe_code, reason = "memory maps of files")]
@@ -15,7 +15,10 @@ use memmap2::{Mmap, MmapMut};
 use crate::error::{Error, Result};
 
 /// Maps a whole file for reading. An empty file gives an empty map.
-pub(crate) fn map(path: &Path, file: &File) -> Result<Mmap> {
+///
+/// # Errors
+/// Whatever the operating system reports, as [`Error::io`] tells it apart.
+pub fn map(path: &Path, file: &File) -> Result<Mmap> {
     // SAFETY: the file is not truncated or written while the map is borrowed; see the module's documentation.
     let map = unsafe { Mmap::map(file) }.map_err(|source| Error::io("map", path, source))?;
     // What is not in memory yet comes in large folios. A kernel that refuses costs time, nothing else.
@@ -25,7 +28,10 @@ pub(crate) fn map(path: &Path, file: &File) -> Result<Mmap> {
 }
 
 /// Maps a whole file for reading and writing, shared with every other map and reader of it.
-pub(crate) fn map_mut(path: &Path, file: &File) -> Result<MmapMut> {
+///
+/// # Errors
+/// As [`map`].
+pub fn map_mut(path: &Path, file: &File) -> Result<MmapMut> {
     // SAFETY: as above; the caller holds the replica mutably, so no shared slice of the same file is alive in
     // this process.
     let map =
@@ -37,6 +43,8 @@ pub(crate) fn map_mut(path: &Path, file: &File) -> Result<MmapMut> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
     use std::io::Write as _;
 
     use super::*;
@@ -62,6 +70,6 @@ mod tests {
         let path = dir.path().join("file");
         std::fs::write(&path, b"x").unwrap();
         let error = map_mut(&path, &File::open(&path).unwrap()).unwrap_err();
-        assert!(matches!(error, Error::Store(driftless_store::Error::PermissionDenied { .. })), "{error:?}");
+        assert!(matches!(error, Error::PermissionDenied { .. }), "{error:?}");
     }
 }
