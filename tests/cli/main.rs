@@ -483,6 +483,9 @@ fn a_host_follows_slimes_layout_and_refuses_another_run() {
     made.step(3);
     let next = made.write(&dir.join("next"));
     json(publish(&next, "again").arg("--resume"));
+    let (status, error) = code(follow().args(["--offer", "decoded"]));
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("--offer") && error.contains("durable"), "{error}");
     for also in [&[][..], &["--dry-run"]] {
         let (status, error) = code(follow().args(also));
         assert_eq!(status, Some(3), "{error}");

@@ -65,7 +65,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "unit",
-        what: "codec, transport, buffer, bridge and the command; kill -9 at 16 points",
+        what: "codec, transport, buffer, bridge and the command; kill -9 at 18 points",
         needs: &[],
         programs: Tests::All,
         takes: &[],
@@ -182,7 +182,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "kills",
-        what: "kill -9 of publisher, follower and relay at 16 points and at random moments, and of a run over prompts",
+        what: "kill -9 of publisher, follower and relay at 18 points and at random moments, and of a run over prompts",
         needs: &[],
         programs: Tests::Some(&["driftless::kills"]),
         takes: &[],
