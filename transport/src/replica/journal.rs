@@ -112,7 +112,7 @@ impl Writer {
 
     /// The journal will have about so many bytes.
     pub(super) fn expecting(mut self, bytes: u64) -> Self {
-        self.spare = self.spare.beginning_after((bytes / PARTS).clamp(BEGIN_BYTES_MIN, BEGIN_BYTES));
+        self.spare = self.spare.beginning_after(begin_bytes(bytes));
         self
     }
 
@@ -152,6 +152,11 @@ impl Sealed {
         self.spare.sync()?;
         rename(&place, &self.path).map_err(|source| Error::io("rename", place, source))
     }
+}
+
+/// After how many bytes write-back begins in a journal of about so many.
+fn begin_bytes(expected: u64) -> u64 {
+    (expected / PARTS).clamp(BEGIN_BYTES_MIN, BEGIN_BYTES)
 }
 
 /// What a journal is written into.
@@ -317,7 +322,7 @@ mod tests {
         fs::remove_file(spare(&path)).unwrap();
         fs::write(dir.path().join("another's"), "kept").unwrap();
         std::os::unix::fs::symlink("another's", spare(&path)).unwrap();
-        Writer::create(&path).unwrap().commit().unwrap();
+        Writer::create(&path).unwrap().seal().unwrap().keep().unwrap();
         assert_eq!(fs::read_to_string(dir.path().join("another's")).unwrap(), "kept");
         assert!(committed(&fs::read(&path).unwrap()).unwrap().is_empty());
         remove_spare(&path).unwrap();
@@ -337,7 +342,7 @@ mod tests {
                 writer.push(Record::Patch { tensor: name, offset, bytes: &bytes }).unwrap();
             }
         };
-        thread::scope(|scope| names.iter().for_each(|name| drop(scope.spawn(|| add(name)))));
+        std::thread::scope(|scope| names.iter().for_each(|name| drop(scope.spawn(|| add(name)))));
         writer.seal().unwrap().keep().unwrap();
         let found = fs::read(&path).unwrap();
         let records = committed(&found).unwrap();
@@ -368,24 +373,14 @@ mod tests {
 
     #[test]
     fn the_disk_begins_sooner_with_a_short_journal() {
-        let dir = tempfile::tempdir().unwrap();
-        let begun_after = |name: &str, expected: Option<u64>, mib: usize| {
-            let writer = Writer::create(&dir.path().join(name)).unwrap();
-            let writer = expected.into_iter().fold(writer, Writer::expecting);
-            (0..mib).for_each(|_| writer.push(Record::Digests(&vec![5; 1 << 20])).unwrap());
-            let begun = lock(&writer.begun).is_some();
-            writer.seal().unwrap().keep().unwrap();
-            begun
-        };
-        assert!(!begun_after("none yet", Some(0), 1));
-        assert!(begun_after("short", Some(24 << 20), 3));
-        assert!(!begun_after("long", Some(1 << 40), 3));
-        assert!(!begun_after("not known", None, 3));
+        assert_eq!([0, 24 << 20, 1 << 40].map(begin_bytes), [2 << 20, 3 << 20, 16 << 20]);
     }
 
     #[cfg(feature = "failpoints")]
     #[test]
     fn a_sync_that_fails_while_more_is_written_fails_the_commit() {
+        use driftless_store::os::watch::{self, Call};
+
         let dir = tempfile::tempdir().unwrap();
         let body = vec![5; BEGIN_BYTES as usize / 2];
         let write = |name: &str| {
@@ -394,7 +389,7 @@ mod tests {
             for _ in 0..5 {
                 writer.push(Record::Digests(&body))?;
             }
-            writer.commit().map(|()| path)
+            writer.seal()?.keep().map(|()| path)
         };
         let bad = dir.path().join("bad");
         let (failed, failing) = (std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false)), bad.clone());
@@ -403,7 +398,7 @@ mod tests {
             let first = call == Call::Sync
                 && path == spare(&failing)
                 && !once.swap(true, std::sync::atomic::Ordering::SeqCst);
-            if first { Err(io::Error::other("once")) } else { Ok(()) }
+            if first { Err(std::io::Error::other("once")) } else { Ok(()) }
         })));
         let (bad, good) = (write("bad"), write("good"));
         watch::set(None);

@@ -159,6 +159,7 @@ mod tests {
                 });
             }
         });
+        assert!(lock(&file.begun).is_some(), "the disk has begun");
         file.cut(4000).unwrap();
         file.sync().unwrap();
         let found = fs::read(&path).unwrap();
@@ -174,6 +175,7 @@ mod tests {
         std::os::unix::fs::symlink(&other, &path).unwrap();
         let file = Steady::open(&path, u64::MAX).unwrap();
         file.write(b"own", 0).unwrap();
+        assert!(lock(&file.begun).is_none());
         file.sync().unwrap();
         assert_eq!(
             (fs::read(&path).unwrap(), fs::read(&other).unwrap()),
