@@ -179,6 +179,9 @@ fn the_same_replica_brings_what_it_could_not_keep() {
     }
 }
 
+/// Called with the label of a version.
+type Then = Box<dyn FnMut(&str) + Send>;
+
 /// An engine whose plugin takes every version at once, unless it serves it.
 #[derive(Clone, Default)]
 struct Engine(Arc<Mutex<Taken>>);
@@ -189,7 +192,7 @@ struct Taken {
     labels: Vec<String>,
     looks: usize,
     /// Called when it has taken a version.
-    then: Option<Box<dyn FnMut(&str) + Send>>,
+    then: Option<Then>,
 }
 
 impl Engine {
@@ -334,7 +337,7 @@ fn journal_that_fails_behind_an_engine_is_made_up_for() {
 }
 
 #[test]
-fn engine_that_is_ahead_is_left_alone_until_the_directory_is_there() {
+fn engine_ahead_is_left_alone_until_the_directory_is_there() {
     let mut scene = scene(1);
     let dir = scene.host("host");
     let engine = Engine::serving(scene.label(1));
