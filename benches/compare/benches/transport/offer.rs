@@ -30,7 +30,7 @@ pub(crate) fn run(options: &Options) {
     for version in 0..=4 * options.repeat as u64 {
         publish(&mut publisher, &if version % 2 == 0 { model::new(&pairs) } else { model::base(&pairs) });
         publisher.wait().expect("a baseline");
-        let early = usize::from((version + 1) / 2 % 2 == 1);
+        let early = usize::from(version.div_ceil(2) % 2 == 1);
         replica.offer_first([OfferWhen::Durable, OfferWhen::Decoded][early]);
         let advanced =
             replica.advance(publisher.run(), "policy", Version(version + 1), None).expect("a version");
