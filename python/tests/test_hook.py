@@ -223,6 +223,22 @@ def score(samples):
     assert process.end() == "at the start\nprinted\nof a child\n"
 
 
+def test_samples_of_clients_are_named_without_tokens(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    if turn.base_url is not None:
+        turn.sample(metadata={"at": turn.base_url, "with": turn.api_key})
+    else:
+        turn.sample()
+""")
+    process.say(1, **QUESTION, base_url="http://127.0.0.1:1/s/3-0/v1", api_key="key")
+    metadata = {"at": "http://127.0.0.1:1/s/3-0/v1", "with": "key"}
+    assert process.line() == {"id": 1, "turn": 0, "samples": [{"metadata": metadata}]}
+    process.say(2, **QUESTION)
+    assert "expected `tokens`, or a generation before it" in process.line()["error"]
+
+
 def test_decorators_answer_the_other_questions(hook):
     process = hook("""
 @prompt
