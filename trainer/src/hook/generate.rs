@@ -102,6 +102,8 @@ struct Conversation<'a> {
     turn: &'a Turn<'a>,
     sampling_params: Value,
     made: Vec<Made>,
+    /// What clients of the hook had drawn. None of it is told to the hook, or gone on with by its own generations.
+    drawn: Vec<Made>,
     /// What the next question tells of `made`.
     said: Vec<Said>,
     /// The answer, where the process has it open.
@@ -133,6 +135,7 @@ impl Hook {
             turn,
             sampling_params,
             made: Vec::new(),
+            drawn: Vec::new(),
             said: Vec::new(),
             talk: None,
             begun_again: false,
@@ -228,19 +231,23 @@ impl Conversation<'_> {
 
     /// Draws tokens for a client.
     async fn draw(&mut self, Asked { input_ids, sampling, reply }: Asked) -> Result<()> {
-        let nth = self.made.len() as u64;
-        let drawn = self.turn.generate(nth, input_ids.clone(), sampling).await;
+        let drawn = self.turn.generate(self.nth(), input_ids.clone(), sampling).await;
         let told = drawn.as_ref().map(Generation::clone).map_err(|error| Refusal::Busy(error.to_string()));
         // A client that has gone finds its answer when it asks again.
         let _ = reply.send(told);
-        self.made.push(Made { input_ids, generation: drawn? });
+        self.drawn.push(Made { input_ids, generation: drawn? });
         Ok(())
+    }
+
+    /// Number of the answer's next generation, whoever asks for it.
+    fn nth(&self) -> u64 {
+        (self.made.len() + self.drawn.len()) as u64
     }
 
     /// The generation that is asked for, or else what the answer is.
     async fn wanted(&self, next: Next) -> Result<ControlFlow<Vec<Trajectory>, Wanted>, Fault> {
         match next {
-            Next { generate: Some(wanted), samples: None } if self.made.len() < GENERATIONS_MAX => {
+            Next { generate: Some(wanted), samples: None } if self.nth() < GENERATIONS_MAX as u64 => {
                 Ok(ControlFlow::Continue(wanted))
             }
             Next { generate: Some(_), samples: None } => {
@@ -248,10 +255,7 @@ impl Conversation<'_> {
                 Err(Fault::of(expected, "that it asks for another one"))
             }
             Next { generate: None, samples: Some(claims) } if (1..=SAMPLES_MAX).contains(&claims.len()) => {
-                let claims = self.with_conversations(claims).await?;
-                let (prompt, vocabulary) = (&self.prompt.tokens, self.turn.vocabulary);
-                let samples = claims.into_iter().map(|claim| assemble(claim, prompt, &self.made, vocabulary));
-                samples.collect::<Result<_, Fault>>().map(ControlFlow::Break)
+                self.samples(claims).await.map(ControlFlow::Break)
             }
             Next { generate: None, samples: Some(claims) } => {
                 Err(Fault::of(format_args!("1 to {SAMPLES_MAX} samples"), claims.len()))
@@ -260,21 +264,26 @@ impl Conversation<'_> {
         }
     }
 
-    /// The claims, with the conversations of the hook's clients for each that names no tokens.
-    async fn with_conversations(&self, claims: Vec<Claim>) -> Result<Vec<Claim>, Fault> {
-        let Some(seat) = &self.seat else { return Ok(claims) };
-        let conversations = seat.claims().await?;
-        if conversations.is_empty() {
-            return Ok(claims);
-        }
-        let whole = claims.into_iter().flat_map(|claim| match claim.tokens {
-            Some(_) => vec![claim],
-            None => {
-                let of = |one: &Claim| Claim { metadata: claim.metadata.clone(), ..one.clone() };
-                conversations.iter().map(of).collect()
+    /// The samples of an answer. The conversations of the hook's clients, if they had any, stand for a claim without
+    /// tokens.
+    async fn samples(&self, claims: Vec<Claim>) -> Result<Vec<Trajectory>, Fault> {
+        let (prompt, vocabulary) = (&self.prompt.tokens, self.turn.vocabulary);
+        let conversations = match &self.seat {
+            Some(seat) => seat.claims().await?,
+            None => Vec::new(),
+        };
+        let mut samples = Vec::new();
+        for claim in claims {
+            if claim.tokens.is_some() || conversations.is_empty() {
+                samples.push(assemble(claim, prompt, &self.made, vocabulary)?);
+                continue;
             }
-        });
-        Ok(whole.collect())
+            for one in &conversations {
+                let one = Claim { metadata: claim.metadata.clone(), ..one.clone() };
+                samples.push(assemble(one, prompt, &self.drawn, vocabulary)?);
+            }
+        }
+        Ok(samples)
     }
 
     /// Has an engine generate.
@@ -293,7 +302,7 @@ impl Conversation<'_> {
             }
             (None, None) => (so_far(), None),
         };
-        let (nth, sampling) = (self.made.len() as u64, wanted.sampling_params.of(&self.turn.sampling));
+        let (nth, sampling) = (self.nth(), wanted.sampling_params.of(&self.turn.sampling));
         let generation = self.turn.generate(nth, input_ids.clone(), sampling).await?;
         let is_open = self.talk.is_some();
         if is_open {

@@ -92,6 +92,48 @@ def answer(turn: Turn) -> None:
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn housekeeping_of_a_client_is_never_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+@generate
+def answer(turn: Turn) -> None:
+    if turn.label == "1":
+        converse(turn, "?", 1)
+    system = "Write a title for this conversation."
+    ask(turn, [{"role": "system", "content": system}, {"role": "user", "content": "?"}])
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let refused = room.answer(0).await.unwrap_err();
+    assert!(
+        refused.contains("expected `tokens`, or a generation before the sample, found neither"),
+        "{refused}"
+    );
+    let answer = room.answer(1).await.unwrap();
+    assert_eq!(answer.len(), 1);
+    let text = Tokenizer::open(dir.path()).unwrap().decode(&answer[0].tokens).unwrap();
+    assert!(!text.contains("title"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn generation_of_the_hook_stands_apart_from_its_clients() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+@generate
+def answer(turn: Turn) -> None:
+    converse(turn, "?", 2)
+    before = list(turn.tokens)
+    said = turn.generate(max_new_tokens=1)
+    assert turn.tokens == before + said.output_ids
+    turn.generate(max_new_tokens=1)
+    turn.sample(turn.tokens)
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let answer = room.answer(0).await.unwrap();
+    assert_eq!((answer.len(), answer[0].tokens.as_slice()), (1, &[3, 3, 3][..]), "the prompt goes on");
+    assert_eq!((&answer[0].loss_mask[..], &answer[0].log_probs[..]), (&[1, 1][..], &[-1.0, -2.0][..]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn client_with_another_key_or_too_late_draws_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let function = r#"
