@@ -15,8 +15,6 @@ use std::time::{Duration, Instant};
 use driftless_agent::message::{Ask, Message, Role};
 use driftless_agent::session::{Bounds, Seen, Thoughts, Tree};
 use driftless_agent::{Family, Journal};
-use driftless_bridge::engine::Finish;
-use driftless_bridge::{Generation, Rid};
 
 const TEXT: &str = "a text of some words, which a tool has told, with 12 numbers and more\n";
 /// Bytes of a turn in the journal: some hundred tokens with what they are.
@@ -46,20 +44,6 @@ fn asked(talk: &[Message]) -> Ask {
     toy::ask(talk)
 }
 
-fn answered() -> Generation {
-    let output_ids = toy::tokenizer().encode("The answer is this.<|im_end|>").unwrap();
-    Generation {
-        rid: Rid::new(1, 1),
-        engine: String::new(),
-        log_probs: vec![-1.0; output_ids.len()],
-        output_ids,
-        spans: Vec::new(),
-        spans_reported: true,
-        finish: Finish::Stop,
-        retractions: 0,
-    }
-}
-
 /// A conversation of `turns`, with a question behind it.
 fn conversation(family: &Family, turns: usize) -> (Tree, Vec<Message>) {
     let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
@@ -68,7 +52,9 @@ fn conversation(family: &Family, turns: usize) -> (Tree, Vec<Message>) {
         let Seen::New(plan) = tree.see(family, &asked(&talk)).unwrap() else {
             unreachable!("no turn is a retry")
         };
-        let turned = tree.turn(family, asked(&talk), plan, answered(), 1).unwrap();
+        let turned = tree
+            .turn(family, asked(&talk), plan, toy::generation("The answer is this.", "<|im_end|>"), 1)
+            .unwrap();
         let at = tree.commit(turned).unwrap();
         talk.extend([tree.answer(at).message, toy::user(&format!("{turn} {}", TEXT.repeat(8)))]);
     }

@@ -5,8 +5,8 @@ use driftless_agent::chat::ChatTemplate;
 use driftless_agent::message::{Message, Role};
 use driftless_agent::session::{Bounds, Thoughts, Tree};
 
-use crate::parity::{generation, plan};
-use crate::toy::{TEMPLATES, ask, family, message, tokenizer, user};
+use crate::parity::plan;
+use crate::toy::{TEMPLATES, ask, family, generation, message, tokenizer, user};
 
 fn of(source: &str) -> driftless_agent::Result<Family> {
     Family::new(ChatTemplate::from_source(source, &[]).unwrap(), tokenizer())

@@ -3,12 +3,10 @@
 use driftless_agent::chat::Chat;
 use driftless_agent::message::{Ask, Message, Role, ToolCall};
 use driftless_agent::session::{Bounds, Plan, Seen, Thoughts, Tree};
-use driftless_bridge::engine::Finish;
-use driftless_bridge::{Generation, Rid};
 use minijinja::Value;
 use serde_json::json;
 
-use crate::toy::{self, ADDED, Dice, SPECIAL, TEMPLATES, ask, message, user};
+use crate::toy::{self, ADDED, Dice, SPECIAL, TEMPLATES, ask, generation, message, user};
 
 /// Ids of the whole as `transformers` makes them.
 fn whole(template: &str, ask: &Ask, tools: Option<&str>) -> Vec<i32> {
@@ -38,21 +36,6 @@ pub(crate) fn plan(tree: &Tree, family: &driftless_agent::Family, ask: &Ask) -> 
     match tree.see(family, ask).unwrap() {
         Seen::New(plan) => plan,
         Seen::Answered(at) => panic!("answered in turn {at}"),
-    }
-}
-
-/// An answer in the split that its text has.
-pub(crate) fn generation(text: &str, end: &str) -> Generation {
-    let output_ids = toy::tokenizer().encode(&format!("{text}{end}")).unwrap();
-    Generation {
-        rid: Rid::new(1, 1),
-        engine: String::new(),
-        log_probs: vec![-1.0; output_ids.len()],
-        output_ids,
-        spans: Vec::new(),
-        spans_reported: true,
-        finish: Finish::Stop,
-        retractions: 0,
     }
 }
 

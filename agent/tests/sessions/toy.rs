@@ -81,6 +81,21 @@ pub(crate) fn end_of(template: &str) -> &'static str {
     if template == "llama3" { "<|eot_id|>" } else { "<|im_end|>" }
 }
 
+/// An answer in the split that its text has.
+pub(crate) fn generation(text: &str, end: &str) -> Generation {
+    let output_ids = tokenizer().encode(&format!("{text}{end}")).unwrap();
+    Generation {
+        rid: Rid::new(1, 1),
+        engine: String::new(),
+        log_probs: vec![-1.0; output_ids.len()],
+        output_ids,
+        spans: Vec::new(),
+        spans_reported: true,
+        finish: Finish::Stop,
+        retractions: 0,
+    }
+}
+
 pub(crate) fn message(role: Role, content: &str) -> Message {
     Message { role, content: content.to_owned(), reasoning: None, calls: Vec::new(), call_id: None }
 }

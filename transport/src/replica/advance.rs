@@ -9,7 +9,7 @@ use driftless_store::wait::lock;
 use super::journal::Sealed;
 use super::prefault::WriteMaps;
 use super::state::State;
-use super::{Advanced, CarriedOut, Replica, begin, check_model, fold, objects, stage};
+use super::{CarriedOut, Replica, begin, check_model, fold, objects, stage};
 use crate::chain::Chain;
 use crate::error::{Error, Result};
 use crate::ids::Version;
@@ -20,6 +20,31 @@ use objects::FetchObject;
 
 /// How often a chain is looked up again because versions of it were collected while they were read.
 const COLLECTED_MAX: usize = 8;
+
+/// What one [`Replica::advance`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Advanced {
+    /// Versions applied, several of them at once where they allow it; 0 if there was nothing to do.
+    pub versions: u64,
+    /// Bytes of the objects fetched.
+    pub bytes: u64,
+    /// Elements that changed, by the manifests' account, summed over the versions.
+    pub changed: u64,
+    /// Fetching, checking, decoding and writing the journal, up to its sync; without that where the offer comes first.
+    pub journal: Duration,
+    /// Of `journal`, until the last byte had arrived.
+    pub fetch: Duration,
+    /// Of `journal`, from then until everything was decoded and checked, and the journal written.
+    pub decode: Duration,
+    /// From then until engines could be asked to take the version: `overwrite`, or an offer to plugins.
+    pub offer: Duration,
+    /// Overwriting: at its end an engine could load the version.
+    pub overwrite: Duration,
+    /// Waiting, before any of it, until the version before was durable, which it becomes behind its own
+    /// apply.
+    pub sync: Duration,
+}
 
 /// Hears how far an advance is.
 pub(crate) trait Observe: Sync {

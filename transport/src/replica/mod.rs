@@ -66,6 +66,7 @@ use prefault::WriteMaps;
 use state::{Layout, State};
 use sync::{PendingSync, SYNC_DEADLINE, Syncing};
 
+pub use advance::Advanced;
 pub(crate) use advance::Observe;
 pub(crate) use fold::check_same_form;
 pub use foreign::{Foreign, Rewrite, Rewriter, SLICE_BYTES, position};
@@ -113,31 +114,6 @@ pub struct Replica {
     offer: Option<Offer>,
     /// From when on a version that was offered is there before its bytes are, if it is.
     offers_first: Option<OfferWhen>,
-}
-
-/// What one [`Replica::advance`] did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Advanced {
-    /// Versions applied, several of them at once where they allow it; 0 if there was nothing to do.
-    pub versions: u64,
-    /// Bytes of the objects fetched.
-    pub bytes: u64,
-    /// Elements that changed, by the manifests' account, summed over the versions.
-    pub changed: u64,
-    /// Fetching, checking, decoding and writing the journal, up to its sync; without that where the offer comes first.
-    pub journal: Duration,
-    /// Of `journal`, until the last byte had arrived.
-    pub fetch: Duration,
-    /// Of `journal`, from then until everything was decoded and checked, and the journal written.
-    pub decode: Duration,
-    /// From then until engines could be asked to take the version: `overwrite`, or an offer to plugins.
-    pub offer: Duration,
-    /// Overwriting: at its end an engine could load the version.
-    pub overwrite: Duration,
-    /// Waiting, before any of it, until the version before was durable, which it becomes behind its own
-    /// apply.
-    pub sync: Duration,
 }
 
 /// What carrying out a journal took.
