@@ -28,13 +28,20 @@ fn checksum(length: [u8; 4], payload: &[u8]) -> [u8; 4] {
 /// All records, and the end of the last whole group. What is behind it, a crash may have left.
 ///
 /// # Errors
-/// Bytes that are no group, with a whole group behind them: no crash leaves that.
+/// Bytes that are no group, with a whole group behind them, and a file that begins as no journal does: no crash leaves
+/// these. A loss of power may leave zeros.
 pub(super) fn read(bytes: &[u8]) -> Result<(Vec<&[u8]>, usize), String> {
     let (mut records, mut at) = (Vec::new(), 0);
     while let Some(payload) = payload(&bytes[at..]) {
         at += HEADER + payload.len();
         split(payload, &mut records)
             .ok_or_else(|| format!("expected records before byte {at}, found others"))?;
+    }
+    let start = &bytes[..bytes.len().min(MARK.len())];
+    if !MARK.starts_with(start) && start.iter().any(|byte| *byte != 0) {
+        return Err(
+            "expected a journal of sessions, found a file that begins otherwise; give another place".into()
+        );
     }
     let begins =
         |from: usize| bytes[from..].windows(MARK.len()).position(|here| here == MARK).map(|by| from + by);
@@ -92,6 +99,16 @@ mod tests {
     }
 
     #[test]
+    fn file_of_something_else_is_refused_and_zeros_are_cut() {
+        for other in [&b"{"[..], b"not a journal", b"dl-turnip and more", &[0, 0, 1]] {
+            assert!(read(other).unwrap_err().contains("begins otherwise"), "{other:?}");
+        }
+        for torn in [&b""[..], b"dl-tu", b"dl-turns", &[0; 100]] {
+            assert_eq!(read(torn), Ok((Vec::new(), 0)));
+        }
+    }
+
+    #[test]
     fn damage_before_the_last_group_is_refused() {
         let groups = groups();
         let whole = groups.concat();
@@ -101,7 +118,10 @@ mod tests {
             damaged[at] ^= 0x10;
             match read(&damaged) {
                 Ok((records, end)) => assert!(at >= last && records.len() == 4 && end == last, "byte {at}"),
-                Err(reason) => assert!(at < last && reason.contains("damage"), "byte {at}: {reason}"),
+                Err(reason) => {
+                    let what = if at < MARK.len() { "begins otherwise" } else { "damage" };
+                    assert!(at < last && reason.contains(what), "byte {at}: {reason}");
+                }
             }
         }
     }
