@@ -411,6 +411,9 @@ pub enum Error {
         /// The engines.
         engines: Vec<String>,
     },
+    /// The runtime that attached a fleet was shut down, and its requests with it.
+    #[error("the fleet was closed: the runtime that attached it is shut down")]
+    Closed,
     /// The HTTP client, or the threads of its connections, could not be set up.
     #[error("cannot set up {what}")]
     SetUp {

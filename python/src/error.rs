@@ -127,6 +127,7 @@ pub(crate) fn bridge(error: Bridge) -> PyErr {
         | Bridge::Config { .. }
         | Bridge::Open { .. }
         | Bridge::Read { .. } => "UsageError",
+        Bridge::Closed => "ClosedError",
         _ if code == 4 => "DeadlineError",
         _ => "EngineError",
     };

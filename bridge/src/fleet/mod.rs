@@ -238,7 +238,7 @@ impl Fleet {
     /// Asks every engine what it serves, all at once, and returns what is known of each afterwards.
     ///
     /// # Errors
-    /// [`Error::SetUp`] if this runtime is shut down.
+    /// [`Error::Closed`] if this runtime is shut down.
     pub async fn look(&self) -> Result<Vec<EngineStatus>> {
         let looks = self.roster.members().into_iter();
         let looks = looks.map(|member| tokio::spawn(async move { member.look().await }));
@@ -262,7 +262,7 @@ impl Fleet {
     /// # Errors
     /// [`Error::Exhausted`] with every engine's last failure; [`Error::Deadline`] of an engine that still answers, and
     /// generated until the fleet's deadline; [`Error::Request`] and [`Error::Status`] for requests that no engine would
-    /// take; [`Error::SetUp`] if the runtime that attached the fleet is shut down.
+    /// take; [`Error::Closed`] if the runtime that attached the fleet is shut down.
     pub async fn generate(&self, request: GenerateRequest, minimum: Option<&Label>) -> Result<Generation> {
         self.stream(request, minimum, &mut |_| {}).await
     }
@@ -397,8 +397,12 @@ impl Fleet {
         let minimum = minimum.cloned();
         let (answer, lease) = oneshot::channel();
         let waiter = Waiter { rid, minimum, affinity, priority, left, counted: Instant::now(), answer };
-        self.ask.send(waiter).await.map_err(Error::set_up("a task of the fleet"))?;
-        Ok(lease.await.ok())
+        self.ask.send(waiter).await.map_err(|_| Error::Closed)?;
+        match lease.await {
+            Ok(lease) => Ok(Some(lease)),
+            Err(_) if self.ask.is_closed() => Err(Error::Closed),
+            Err(_) => Ok(None),
+        }
     }
 
     fn exhausted(&self, request: &GenerateRequest) -> Error {
@@ -426,6 +430,6 @@ async fn joined<T>(task: JoinHandle<T>) -> Result<T> {
     match task.await {
         Ok(value) => Ok(value),
         Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-        Err(error) => Err(Error::set_up("a task of the fleet")(error)),
+        Err(_) => Err(Error::Closed),
     }
 }

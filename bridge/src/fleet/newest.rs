@@ -48,7 +48,7 @@ impl Known {
         }
         let look = self.newest.clone();
         let looked = tokio::task::spawn_blocking(move || (look.0)());
-        let looked = looked.await.map_err(Error::set_up("a task of the fleet"))?;
+        let looked = looked.await.map_err(|_| Error::Closed)?;
         let Some(newest) = looked else { return Ok(()) };
         *self.label() = Some(newest.clone());
         if covers(&newest, &label) {

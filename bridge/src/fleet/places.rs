@@ -19,8 +19,9 @@ const ASKED: usize = 64;
 
 struct Places {
     roster: Arc<Roster>,
-    queue: Queue,
+    /// Before the queue: a request that is let go of with the task finds this closed, which tells it why.
     asked: mpsc::Receiver<Waiter>,
+    queue: Queue,
 }
 
 /// Starts the task, which ends once what is returned is dropped. The roster's `stirred` tells it that an engine may have

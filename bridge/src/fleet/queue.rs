@@ -22,7 +22,7 @@ pub(super) struct Waiter {
     pub(super) left: Duration,
     /// Up to when `left` is counted.
     pub(super) counted: Instant,
-    /// Closed once nobody waits any more; dropped without an answer once nothing is left.
+    /// Closed once nobody waits any more; dropped without an answer once nothing is left, or with the fleet's task.
     pub(super) answer: oneshot::Sender<Lease>,
 }
 

@@ -114,6 +114,26 @@ fn a_sample_waits_until_an_engine_has_caught_up() {
 }
 
 #[test]
+fn requests_of_a_closed_fleet_say_that_it_was_closed() {
+    let Scene { fakes: _fakes, fleet, runtime, dir: _dir } = scene(1, patient());
+    let ask = |sample: u64| {
+        let fleet = fleet.clone();
+        async move { fleet.generate(request(sample), Some(&label(NEW))).await }
+    };
+    let other = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let waiting: Vec<_> = (0..100).map(|sample| other.spawn(ask(sample))).collect();
+    // On the one thread, each has asked for a place before this goes on, or waits to get to the fleet's task.
+    other.block_on(tokio::task::yield_now());
+    drop(runtime);
+    for waits in waiting {
+        let ended = other.block_on(waits).unwrap();
+        assert!(matches!(ended, Err(Error::Closed)), "{ended:?}");
+    }
+    let late = other.block_on(ask(100));
+    assert!(matches!(late, Err(Error::Closed)), "{late:?}");
+}
+
+#[test]
 fn a_failing_engine_is_replaced_by_another() {
     for fault in [Fault::Answer(500, "broken".into()), Fault::Die, Fault::Answer(200, "{}".into())] {
         let scene = scene(2, patient());
