@@ -24,6 +24,7 @@ pub(crate) struct Generation {
     engine: String,
     rid: String,
     retractions: u64,
+    cached_tokens: Option<u32>,
 }
 
 #[pymethods]
@@ -55,6 +56,7 @@ impl From<driftless::bridge::Generation> for Generation {
             engine: made.engine,
             rid: made.rid.to_string(),
             retractions: made.retractions,
+            cached_tokens: made.cached_tokens,
         }
     }
 }

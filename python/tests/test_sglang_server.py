@@ -332,6 +332,9 @@ def test_fleet_generates_tokens_with_log_probs_and_versions(scene):
         assert made.output_ids == scene.server.state()[1] and made.finish == "length"
         assert len(made.log_probs) == 8 and all(-20 < value <= 0 for value in made.log_probs)
         assert made.versions == [(label, 0, 8)] and made.engine == scene.server.url
+        prompt = list(range(64, 0, -1)) * 2
+        first, second = (fleet.generate(prompt, max_new_tokens=1).cached_tokens for _ in range(2))
+        assert first == 0 and second >= 100
 
         async def several() -> list[driftless_rl.Generation]:
             prompts = [[number, 5] for number in range(1, 9)]

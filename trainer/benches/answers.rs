@@ -94,6 +94,7 @@ impl Engines for NoOp {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
+            cached_tokens: None,
         })
     }
 }

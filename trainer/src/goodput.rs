@@ -58,6 +58,10 @@ pub struct Tokens {
     pub prefill: u64,
     /// Of prompts that engines were given again, with the tokens behind them, by reason.
     pub prefill_again: BTreeMap<String, u64>,
+    /// Of both, those that engines say they had in their prefix caches.
+    pub cached: u64,
+    /// Of those, the ones that may be from older weights than the first token behind them.
+    pub stale_prefix: u64,
 }
 
 /// What became of tokens that engines drew and that are kept.
@@ -164,6 +168,8 @@ impl Tokens {
             lost: named(&told.lost),
             prefill: told.prefill,
             prefill_again: named(&told.prefill_again),
+            cached: told.cached,
+            stale_prefix: told.stale,
         }
     }
 
@@ -181,6 +187,8 @@ impl Tokens {
             lost: add(self.lost, next.lost),
             prefill: self.prefill + next.prefill,
             prefill_again: add(self.prefill_again, next.prefill_again),
+            cached: self.cached + next.cached,
+            stale_prefix: self.stale_prefix + next.stale_prefix,
         }
     }
 

@@ -93,6 +93,7 @@ pub(crate) fn generation(text: &str, end: &str) -> Generation {
         spans_reported: true,
         finish: Finish::Stop,
         retractions: 0,
+        cached_tokens: None,
     }
 }
 
@@ -219,6 +220,7 @@ impl Draw for Script {
             spans_reported: true,
             finish,
             retractions: 0,
+            cached_tokens: None,
         };
         let drawn = Drawn { nth, input_ids, sampling, made: made.clone() };
         self.drawn.lock().unwrap().push(drawn);

@@ -132,6 +132,7 @@ impl GenerateRequest {
                 spans_reported: true,
                 finish: Finish::Length,
                 retractions: 0,
+                cached_tokens: None,
             })
         })
     }

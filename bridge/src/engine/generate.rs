@@ -205,6 +205,8 @@ pub struct Generation {
     pub finish: Finish,
     /// How often a pause sent the request back to the queue.
     pub retractions: u64,
+    /// Tokens of the prompt that the engine had in its prefix cache; `None` where it does not say.
+    pub cached_tokens: Option<u32>,
 }
 
 impl Generation {

@@ -181,6 +181,7 @@ impl Lease {
         let began = if spans { serving } else { engine.label().await? };
         // An update that drops no cache leaves prefixes of older weights there.
         request.salt = request.salt.or_else(|| began.clone());
+        let salt = request.salt.as_deref();
         let request = &request;
         let vocabulary = self.member.expected.config.vocabulary;
         let mut versions =
@@ -216,10 +217,21 @@ impl Lease {
             () = self.silence(&heard) => return Err(self.too_late(SILENCE)),
         };
         generation.validate(vocabulary)?;
+        self.count_cached(&generation, salt);
         for span in &generation.spans {
             self.member.check_version("a generation", &span.label).await?;
         }
         Ok(Some((generation, began.filter(|_| !spans))))
+    }
+
+    /// Counts what the engine had of the prompt in its cache. What is there under the salt of one version may be from
+    /// before a later one that drew.
+    fn count_cached(&self, generation: &Generation, salt: Option<&str>) {
+        let cached = generation.cached_tokens.unwrap_or_default().into();
+        let drew = generation.spans.first().map(|span| span.label.as_str());
+        let mut marks = self.marks();
+        marks.tokens_cached = cached;
+        marks.tokens_stale = if drew.is_some() && drew != salt { cached } else { 0 };
     }
 
     fn too_late(&self, after: Duration) -> Error {
@@ -326,6 +338,7 @@ mod tests {
             spans_reported,
             finish: Finish::Length,
             retractions: 0,
+            cached_tokens: None,
         }
     }
 

@@ -111,6 +111,11 @@ pub struct Tokens {
     pub prefill: u64,
     /// Of prompts that were read again, with what was drawn behind them.
     pub prefill_again: BTreeMap<Cause, u64>,
+    /// Of both, those that engines say they had in their prefix caches.
+    pub cached: u64,
+    /// Of those, the ones whose request then drew its first token with other weights than it was sent for: the cache may
+    /// have them from older weights.
+    pub stale: u64,
     /// Drawn, and they stay.
     pub decoded: u64,
     /// Drawn, and thrown away.
@@ -121,6 +126,8 @@ impl Tokens {
     /// Adds those of other requests.
     fn add(&mut self, other: &Tokens) {
         self.prefill += other.prefill;
+        self.cached += other.cached;
+        self.stale += other.stale;
         self.decoded += other.decoded;
         for (cause, tokens) in &other.prefill_again {
             *self.prefill_again.entry(*cause).or_default() += tokens;
@@ -158,6 +165,8 @@ pub(super) struct Spent {
     pub(super) decoded: Duration,
     pub(super) lost: Duration,
     pub(super) tokens_read: u64,
+    pub(super) tokens_cached: u64,
+    pub(super) tokens_stale: u64,
     pub(super) tokens_kept: u64,
     pub(super) tokens_lost: u64,
 }
@@ -172,6 +181,9 @@ pub(super) struct Marks {
     pub(super) kept: Option<Instant>,
     /// Tokens that the engine has to read first.
     pub(super) tokens: u64,
+    /// How many of them it had in its cache, and how many of those perhaps from other weights.
+    pub(super) tokens_cached: u64,
+    pub(super) tokens_stale: u64,
     /// Tokens that came, and how many of them stay.
     pub(super) tokens_drawn: u64,
     pub(super) tokens_kept: u64,
@@ -179,12 +191,23 @@ pub(super) struct Marks {
 
 impl Marks {
     pub(super) fn new(begin: Instant) -> Self {
-        Self { begin, first: None, kept: None, tokens: 0, tokens_drawn: 0, tokens_kept: 0 }
+        let (tokens, tokens_cached, tokens_stale, tokens_drawn, tokens_kept) = (0, 0, 0, 0, 0);
+        Self {
+            begin,
+            first: None,
+            kept: None,
+            tokens,
+            tokens_cached,
+            tokens_stale,
+            tokens_drawn,
+            tokens_kept,
+        }
     }
 
     /// What the attempt took that ended at `end`, whole or not. Reading for nothing that stays is lost.
     pub(super) fn spent(self, end: Instant, is_whole: bool) -> Spent {
-        let Marks { begin, first, kept, tokens, tokens_drawn, tokens_kept } = self;
+        let Marks { begin, first, kept, tokens, tokens_cached, tokens_stale, tokens_drawn, tokens_kept } =
+            self;
         let first = first.unwrap_or(begin);
         let tokens_kept = if is_whole { tokens_drawn } else { tokens_kept };
         let tokens_lost = tokens_drawn.saturating_sub(tokens_kept);
@@ -193,7 +216,7 @@ impl Marks {
             Some(kept) => (first - begin, kept - first, end - kept),
             None => (Duration::ZERO, Duration::ZERO, end - begin),
         };
-        Spent { prefill, decoded, lost, tokens_read, tokens_kept, tokens_lost }
+        Spent { prefill, decoded, lost, tokens_read, tokens_cached, tokens_stale, tokens_kept, tokens_lost }
     }
 }
 
@@ -231,10 +254,12 @@ impl Clock {
 
     /// An attempt has ended, for `cause` unless it is whole. `again` says why its prompt was read before.
     pub(super) fn end(&mut self, spent: Spent, cause: Option<Cause>, again: Option<Cause>) {
-        let Spent { prefill, decoded, lost, tokens_read, tokens_kept, tokens_lost } = spent;
+        let Spent { prefill, decoded, lost, tokens_read, tokens_kept, tokens_lost, .. } = spent;
         self.busy = self.busy.saturating_sub(prefill + decoded + lost);
         self.usage.decoded += decoded;
         self.usage.tokens.decoded += tokens_kept;
+        self.usage.tokens.cached += spent.tokens_cached;
+        self.usage.tokens.stale += spent.tokens_stale;
         match again {
             Some(again) => {
                 *self.usage.prefill_again.entry(again).or_default() += prefill;
@@ -309,7 +334,8 @@ mod tests {
         let mut clock = Clock::new(4, begin);
         let marks =
             |drawn, kept| Marks { tokens: 10, tokens_drawn: drawn, tokens_kept: kept, ..Marks::new(begin) };
-        clock.end(marks(5, 3).spent(begin, true), None, None);
+        let cached = Marks { tokens_cached: 8, tokens_stale: 6, ..marks(5, 3) };
+        clock.end(cached.spent(begin, true), None, None);
         clock.end(marks(5, 3).spent(begin, false), Some(Cause::Removed), None);
         clock.end(marks(7, 0).spent(begin, false), Some(Cause::Crossed), Some(Cause::Removed));
         // No token came, and the prompt may not have been read.
@@ -318,6 +344,8 @@ mod tests {
         let expected = Tokens {
             prefill: 20,
             prefill_again: BTreeMap::from([(Cause::Removed, 10)]),
+            cached: 8,
+            stale: 6,
             decoded: 8,
             lost: BTreeMap::from([(Cause::Removed, 2), (Cause::Crossed, 7)]),
         };
@@ -325,6 +353,7 @@ mod tests {
         let mut twice = tokens.clone();
         twice.add(&tokens);
         assert_eq!((twice.decoded, twice.lost[&Cause::Crossed]), (16, 14));
+        assert_eq!((twice.cached, twice.stale), (16, 12));
     }
 
     #[test]

@@ -75,6 +75,7 @@ struct RawMeta {
     weight_versions: Option<Vec<VersionSpan>>,
     #[serde(default)]
     num_retractions: u64,
+    cached_tokens: Option<u32>,
     output_token_logprobs: Option<Vec<RawLogProb>>,
     /// What the plugin tells of each token that a piece has: the label of the weights that drew it, empty where that is the
     /// one before, absent where it is not known.
@@ -146,7 +147,8 @@ impl Streamed {
             if self.is_located(0) { Some(std::mem::take(&mut self.spans)) } else { meta.weight_versions };
         let spans_reported = reported.is_some();
         let spans = spans(self.output_ids.len(), reported, meta.weight_version)?;
-        let (rid, engine, retractions) = (request.rid, engine.to_owned(), meta.num_retractions);
+        let (rid, engine) = (request.rid, engine.to_owned());
+        let (retractions, cached_tokens) = (meta.num_retractions, meta.cached_tokens);
         let Self { output_ids, log_probs, .. } = std::mem::take(self);
         Ok(Some(Generation {
             rid,
@@ -157,6 +159,7 @@ impl Streamed {
             spans_reported,
             finish,
             retractions,
+            cached_tokens,
         }))
     }
 

@@ -158,7 +158,17 @@ impl Streamed {
             label.ok_or_else(|| ("a weight_version of /weight_info".to_owned(), "none".to_owned()))?;
         let spans = if end == 0 { Vec::new() } else { vec![VersionSpan { label, start: 0, end }] };
         let (rid, engine, spans_reported, retractions) = (request.rid, engine.to_owned(), false, 0);
-        Ok(Generation { rid, engine, output_ids, log_probs, spans, spans_reported, finish, retractions })
+        Ok(Generation {
+            rid,
+            engine,
+            output_ids,
+            log_probs,
+            spans,
+            spans_reported,
+            finish,
+            retractions,
+            cached_tokens: None,
+        })
     }
 }
 

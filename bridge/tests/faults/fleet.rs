@@ -114,6 +114,24 @@ fn a_sample_waits_until_an_engine_has_caught_up() {
 }
 
 #[test]
+fn cached_tokens_count_and_those_of_another_version_count_apart() {
+    let scene = scene(1, patient());
+    for (label, cached) in [(OLD, 5), (NEW, 7)] {
+        // The fleet sends both for OLD, which is what it knows of the engine.
+        let body = format!(
+            r#"{{"output_ids": [3], "meta_info": {{"finish_reason": {{"type": "length"}}, "completion_tokens": 1,
+                "cached_tokens": {cached}, "weight_versions": [{{"version": "{label}", "start": 0, "end": 1}}],
+                "output_token_logprobs": [[-0.5, 3, null]]}}}}"#
+        );
+        scene.fakes[0].fault("POST /generate", Fault::Answer(200, body));
+        let generation = scene.runtime.block_on(scene.fleet.generate(request(cached), None)).unwrap();
+        assert_eq!(generation.cached_tokens, Some(cached as u32));
+    }
+    let (engines, _) = scene.fleet.usage();
+    assert_eq!((engines[0].1.tokens.cached, engines[0].1.tokens.stale), (12, 7));
+}
+
+#[test]
 fn requests_of_a_closed_fleet_say_that_it_was_closed() {
     let Scene { fakes: _fakes, fleet, runtime, dir: _dir } = scene(1, patient());
     let ask = |sample: u64| {

@@ -103,6 +103,8 @@ class Generation:
     """The request's id."""
     retractions: int
     """How often a pause sent the request back to the queue."""
+    cached_tokens: int | None
+    """Tokens of the prompt that the engine had in its prefix cache. None where it does not say."""
 
 @final
 class EngineStatus:

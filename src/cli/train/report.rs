@@ -179,8 +179,13 @@ fn tokens(tokens: &Tokens) -> String {
     let drawn = tokens.drawn();
     let all: u64 = drawn.iter().map(|(_, tokens)| tokens).sum();
     let shown = shares(drawn.into_iter().map(|(name, tokens)| (name, tokens as f64)).collect(), all as f64);
+    let Tokens { prefill, cached, stale_prefix, .. } = tokens;
     let again: u64 = tokens.prefill_again.values().sum();
-    format!("{shown}  (of {all} drawn; {} of prompts, {again} read again)", tokens.prefill)
+    let stale =
+        if *stale_prefix > 0 { format!(", {stale_prefix} perhaps of older weights") } else { String::new() };
+    format!(
+        "{shown}  (of {all} drawn; {prefill} of prompts, {again} read again; {cached} were cached{stale})"
+    )
 }
 
 fn shares(mut parts: Vec<(String, f64)>, of: f64) -> String {

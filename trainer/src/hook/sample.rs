@@ -106,6 +106,7 @@ mod tests {
                 spans_reported: true,
                 finish: Finish::Length,
                 retractions: 0,
+                cached_tokens: None,
             },
         }
     }

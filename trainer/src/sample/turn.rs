@@ -117,6 +117,7 @@ impl Turn<'_> {
                 spans_reported: true,
                 finish: driftless_bridge::engine::Finish::Length,
                 retractions: 0,
+                cached_tokens: None,
             });
         }
         let mut request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);

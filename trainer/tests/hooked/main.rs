@@ -104,6 +104,7 @@ impl Engines for Echo {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
+            cached_tokens: None,
         })
     }
 }

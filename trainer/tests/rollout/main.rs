@@ -73,6 +73,7 @@ impl Engines for Echo {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
+            cached_tokens: None,
         })
     }
 }

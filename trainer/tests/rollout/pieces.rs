@@ -57,6 +57,7 @@ impl Engines for Counting {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
+            cached_tokens: None,
         })
     }
 }

@@ -270,6 +270,7 @@ impl Engines for Fleet {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
+            cached_tokens: None,
         })
     }
 }
