@@ -145,6 +145,7 @@ fn engines_and_events_are_those_of_the_files() {
         json!({ "at_ms": 4, "event": "published", "version": 3, "step": 3 }),
         json!({ "at_ms": 9, "event": "served", "version": 3, "behind": 1 }),
         json!({ "at_ms": 9, "event": "step", "rollout_id": 3 }),
+        json!({ "at_ms": 9, "event": "alert", "alert": "truncation", "begins": true, "text": "all is cut off" }),
     ];
     let lines: Vec<String> = lines.iter().map(Value::to_string).collect();
     let huge = format!("{{\"at_ms\":5,\"event\":\"{}\"}}", "x".repeat(5 << 20));
@@ -160,13 +161,24 @@ fn engines_and_events_are_those_of_the_files() {
     let version = json!({ "step": 3, "published_at_ms": 4, "served_at_ms": 9, "behind": 1 });
     assert_eq!(
         json!([fleet["of"], fleet["versions"]["3"], fleet["facts"].as_array().map(Vec::len)]),
-        json!([9, version, 4])
+        json!([9, version, 5])
     );
+    let alerts = |board: &Dashboard| {
+        let told = board.get("/api/runs")[0]["alerts"].clone();
+        let one = |alert: &Value| {
+            json!([alert["at_ms"], alert["text"], alert["remedy"].as_str().is_some_and(|it| it.len() > 20)])
+        };
+        told.as_array().into_iter().flatten().map(one).collect::<Vec<_>>()
+    };
+    let lost = json!([3, format!("engine http://a is lost: {html}"), true]);
+    assert_eq!(alerts(&board), [json!([9, "all is cut off", true]), lost.clone()]);
     assert_eq!(board.get("/api/runs")[0]["damaged"]["events"], 2);
     // The next file of events goes on.
     std::fs::rename(dir.path().join("events.jsonl"), dir.path().join("events.1.jsonl")).expect("a file");
-    file(dir.path(), "events.jsonl", b"{\"at_ms\":10,\"event\":\"other_prompts\"}\n");
-    assert_eq!(board.get("/api/fleet")["facts"].as_array().map(Vec::len), Some(5));
+    let over = json!({ "at_ms": 10, "event": "alert", "alert": "truncation", "begins": false, "text": "little is cut off" });
+    file(dir.path(), "events.jsonl", format!("{over}\n").as_bytes());
+    assert_eq!(board.get("/api/fleet")["facts"].as_array().map(Vec::len), Some(6));
+    assert_eq!(alerts(&board), [lost]);
 }
 
 #[test]
@@ -271,6 +283,7 @@ fn views_have_content_in_chromium() {
         "{samples}"
     );
     let fleet = shown("fleet");
+    assert!(fleet.contains("engine http://a is lost: &lt;b&gt;gone"), "{fleet}");
     assert!(
         fleet.contains("&lt;b&gt;gone&lt;/b&gt;") && fleet.contains("phase: lost, url http://a"),
         "{fleet}"

@@ -30,6 +30,9 @@ pub struct StepMetrics {
     /// Share of the prompts with a sample whose reward is 1, where every reward is −1, 0 or 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pass: Option<f64>,
+    /// Groups that were learned from.
+    #[serde(default)]
+    pub groups: u64,
     /// Groups whose samples all have one reward: nothing can be learned from comparing them.
     #[serde(default)]
     pub groups_zero_std: u64,

@@ -13,7 +13,7 @@ use crate::cli::shared::{keys, paths};
 use driftless::http::Server;
 use driftless::store::wait::Stop;
 pub(crate) use export::export;
-use read::{Damaged, Files, json};
+use read::{Alert, Damaged, Files, json};
 use samples::{Ask, Samples};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -111,6 +111,7 @@ struct Summary {
     settings: BTreeMap<String, String>,
     steps: usize,
     of: Option<u64>,
+    alerts: Vec<Alert>,
     updated_at_ms: Option<f64>,
     damaged: Damaged,
     /// Why a file cannot be read.
@@ -163,6 +164,7 @@ impl Watched {
             settings,
             steps: self.files.table.steps(),
             of: self.files.facts.of(),
+            alerts: self.files.facts.alerts(),
             updated_at_ms: self.files.table.last("completed_at_ms").filter(|at| at.is_finite()),
             damaged: self.files.damaged(),
             unreadable,

@@ -1,6 +1,7 @@
 //! What the files of a run say: figures of its steps, what happened, which groups each step took.
 
 use super::lines::{Came, Lines, text};
+use crate::cli::shared::alerts::remedy;
 use crate::cli::shared::error::{Error, Result};
 use driftless::store::redact;
 use driftless::trainer::events::{EARLIER, EVENTS};
@@ -24,6 +25,7 @@ const FACTS_MAX: usize = 400;
 const ENGINES_MAX: usize = 1024;
 const VERSIONS_MAX: usize = 400;
 const PHASES_MAX: usize = 200;
+const ALERTS_MAX: usize = 32;
 /// Groups of the steps.
 const GROUPS_MAX: usize = 4 << 20;
 /// Longest fact, and longest name of a figure.
@@ -244,6 +246,16 @@ pub(super) struct Facts {
     versions: BTreeMap<u64, Version>,
     /// Of the whole run, as its last start said.
     of: Option<u64>,
+    /// Those that have begun since then and last.
+    alerts: BTreeMap<String, Alert>,
+}
+
+/// Something that spoils the run, and what to do.
+#[derive(Clone, Serialize)]
+pub(super) struct Alert {
+    at_ms: u64,
+    text: String,
+    remedy: &'static str,
 }
 
 /// An engine of the fleet.
@@ -277,6 +289,9 @@ struct Fact {
     step: Option<u64>,
     behind: Option<u64>,
     of: Option<u64>,
+    alert: Option<String>,
+    begins: Option<bool>,
+    text: Option<String>,
 }
 
 impl Facts {
@@ -307,7 +322,13 @@ impl Facts {
     }
 
     fn note(&mut self, fact: &Fact) {
-        self.of = if fact.event == "begin" { fact.of } else { self.of };
+        if fact.event == "begin" {
+            self.of = fact.of;
+            self.alerts.clear();
+        }
+        if let Some(alert) = &fact.alert {
+            self.note_alert(alert, fact);
+        }
         if let Some(url) = &fact.url
             && (self.engines.contains_key(url) || self.engines.len() < ENGINES_MAX)
         {
@@ -328,8 +349,30 @@ impl Facts {
         }
     }
 
+    fn note_alert(&mut self, alert: &str, fact: &Fact) {
+        if fact.begins != Some(true) {
+            self.alerts.remove(alert);
+        } else if self.alerts.len() < ALERTS_MAX {
+            let (at_ms, text) = (fact.at_ms, fact.text.clone().unwrap_or_default());
+            self.alerts.insert(alert.to_owned(), Alert { at_ms, text, remedy: remedy(alert) });
+        }
+    }
+
     pub(super) fn json(&self) -> Result<String> {
         json(self)
+    }
+
+    /// What spoils the run now, the engines that are lost with it.
+    pub(super) fn alerts(&self) -> Vec<Alert> {
+        let lost = |(url, engine): (&String, &Engine)| {
+            let (at_ms, phase) = engine.phases.back()?;
+            (phase == "lost").then(|| Alert {
+                at_ms: *at_ms,
+                text: format!("engine {url} is lost: {}", engine.why),
+                remedy: "start it again, and it joins by itself; `driftless fleet remove` forgets it",
+            })
+        };
+        self.alerts.values().cloned().chain(self.engines.iter().filter_map(lost)).collect()
     }
 
     pub(super) fn of(&self) -> Option<u64> {

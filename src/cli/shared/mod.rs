@@ -8,6 +8,7 @@
 //! | `scratch` | directories that go with a command |
 //! | `signals`, `mapped`, `failpoints` | the process: its end, unreadable pages, crash points |
 
+pub(crate) mod alerts;
 pub(crate) mod engines;
 pub(crate) mod error;
 #[cfg(feature = "failpoints")]

@@ -1,6 +1,7 @@
 //! What `driftless train` shows while it runs: a bar on a terminal, else a line for each step and for what is waited
 //! for.
 
+use crate::cli::shared::alerts::remedy;
 use crate::cli::shared::error::flag;
 use crate::cli::shared::output::say;
 use crate::cli::shared::progress;
@@ -91,6 +92,10 @@ impl Show {
                     self.line(&format!("step {step}: {name}: {}", report::describe(set)));
                 }
             }
+            Event::Alert { alert, begins: true, text } => {
+                self.line(&format!("alert: {text}: {}", remedy(alert)));
+            }
+            Event::Alert { text, .. } => self.line(&format!("alert is over: {text}")),
             Event::Step(step) => {
                 self.progress(step.rollout_id + 1);
                 self.bar.set_message(format!("reward {:.3}", step.reward));

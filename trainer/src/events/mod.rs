@@ -3,6 +3,7 @@
 //! The loop tells an [`Observer`]. A [`Bus`] is one that never holds it up: it hands facts to [`Sink`]s on a thread of its
 //! own, such as the [`EventFile`] and [`TensorBoard`].
 
+mod alerts;
 mod bus;
 mod file;
 mod prometheus;
@@ -17,6 +18,7 @@ use serde::{Serialize, Serializer};
 
 use crate::metrics::{EvalMetrics, StepMetrics, unix_us};
 
+pub use alerts::{Alert, Alerts, Change};
 pub use bus::{Bus, Sink};
 pub use file::{EARLIER, EVENTS, EventFile};
 pub use prometheus::Prometheus;
@@ -145,6 +147,15 @@ pub enum Event {
     },
     /// A step is complete: learned, saved, published. `metrics.jsonl` has its figures; the JSON has its number alone.
     Step(#[serde(serialize_with = "number")] Box<StepMetrics>),
+    /// Something spoils the run without ending it, or does so no more.
+    Alert {
+        /// [`Alert::name`].
+        alert: &'static str,
+        /// Whether it begins.
+        begins: bool,
+        /// The figure, in words.
+        text: String,
+    },
     /// So many events were not told, as the sinks were too slow for them.
     Missed {
         /// How many.

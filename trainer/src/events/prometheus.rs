@@ -1,6 +1,6 @@
 //! How a run is doing, as a page for Prometheus.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::http::header::CONTENT_TYPE;
@@ -10,7 +10,7 @@ use driftless_http::listen::{Limits, serve_http};
 use driftless_http::metrics::{self, Page};
 use driftless_http::{Server, Threads, Token, check_exposure};
 
-use super::{Event, Fact, Sink, scalars};
+use super::{Alert, Event, Fact, Sink, scalars};
 use crate::door::Listen;
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
@@ -41,6 +41,8 @@ struct State {
     skipped: u64,
     learners_lost: u64,
     missed: u64,
+    /// The alerts that have begun.
+    alerts: BTreeSet<&'static str>,
 }
 
 impl Prometheus {
@@ -95,6 +97,8 @@ impl Sink for Prometheus {
             Event::Published { version, .. } => state.published = Some(*version),
             Event::Served { version, behind } => state.served = Some((*version, *behind)),
             Event::Missed { events } => state.missed += events,
+            Event::Alert { alert, begins: true, .. } => drop(state.alerts.insert(alert)),
+            Event::Alert { alert, .. } => drop(state.alerts.remove(alert)),
             Event::Step(step) => {
                 let of = state.steps.map_or(0, |(_, of)| of);
                 state.steps = Some((step.rollout_id + 1, of));
@@ -116,6 +120,10 @@ impl State {
         page.counter("steps_skipped_total", "Steps left out, as they were not finite.", self.skipped);
         page.counter("learners_lost_total", "Times that the learner was lost.", self.learners_lost);
         page.counter("events_missed_total", "Events that this page was too slow for.", self.missed);
+        page.family("alert", "gauge", "Whether something spoils the run without ending it, by what.");
+        for alert in Alert::ALL.map(Alert::name) {
+            page.sample("alert", &[("alert", alert)], u8::from(self.alerts.contains(alert)));
+        }
     }
 
     fn fleet(&self, page: &mut Page) {
@@ -217,7 +225,6 @@ fn with_unit(name: &str) -> (String, f64) {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use std::collections::BTreeSet;
     use std::time::SystemTime;
 
     use super::*;

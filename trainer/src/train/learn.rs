@@ -104,6 +104,7 @@ pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String
         reward: mean(reward),
         rewards: by_file(groups, files),
         pass: verdicts.then(|| solved as f64 / groups.len().max(1) as f64),
+        groups: groups.len() as u64,
         groups_zero_std: level as u64,
         response_length: mean(|record| record.response().len() as f64),
         response_tokens: records(groups).map(|record| record.response().len() as u64).sum(),
@@ -195,7 +196,8 @@ mod tests {
         let (_dir, groups) = groups_of(&[&[1.0, 0.0], &[0.5, 0.5], &[0.0, 0.25]]);
         let files = ["a.jsonl", "b.jsonl", "a.jsonl"].map(String::from);
         let step = describe(StepMetrics::default(), &groups, &files);
-        assert_eq!((step.reward, step.pass, step.groups_zero_std), (0.375, None, 1));
+        assert_eq!((step.reward, step.pass), (0.375, None));
+        assert_eq!((step.groups, step.groups_zero_std), (3, 1));
         assert_eq!((step.response_length, step.response_tokens, step.tokens), (2.0, 12, 18));
         assert_eq!(step.rewards, [("a.jsonl".into(), 0.3125), ("b.jsonl".into(), 0.5)].into());
         assert!(

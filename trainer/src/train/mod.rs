@@ -27,7 +27,7 @@ use driftless_transport::{Snapshot, Version};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::events::{Event, Fact, Observer};
+use crate::events::{Change, Event, Fact, Observer};
 use crate::goodput::Goodput;
 use crate::learner::{Learner, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
@@ -244,7 +244,11 @@ impl Session<'_> {
         step.goodput = self.goodput()?;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
         self.metrics.append(&step)?;
+        let changes = self.alerts.see(&step);
         self.tell(Event::Step(step.into()));
+        for Change { alert, begins, text } in changes {
+            self.tell(Event::Alert { alert: alert.name(), begins, text });
+        }
         Ok(())
     }
 

@@ -26,7 +26,7 @@ use super::update::{self, Updates};
 use super::versions::Versions;
 use super::{TrainOptions, listen, options, watched};
 use crate::error::{Error, Result, io};
-use crate::events::{Event, Fact, Observer};
+use crate::events::{Alerts, Event, Fact, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, METRICS, MetricsFile, StepMetrics};
@@ -80,6 +80,7 @@ pub(super) struct Session<'o> {
     pub(super) ledger: Ledger,
     pub(super) log: Log,
     pub(super) metrics: MetricsFile,
+    pub(super) alerts: Alerts,
     /// Optimiser steps done.
     pub(super) step: u64,
     /// Those of the newest training checkpoint.
@@ -130,6 +131,7 @@ impl<'o> Session<'o> {
         let mut session = Session {
             place: place(options, run_id),
             metrics: MetricsFile::open(&options.save.join(METRICS), u64::MAX)?,
+            alerts: Alerts::after(&metrics::read(&options.save.join(METRICS))?),
             options,
             observer,
             runtime,

@@ -48,7 +48,7 @@ function words({ at_ms: _, event, ...fields }) {
   return event.replaceAll("_", " ") + (Object.keys(fields).length ? ": " : "") + Object.entries(fields).filter(([, value]) => value !== "").map(field).join(", ");
 }
 
-const ODD = ["lost", "learner_lost", "skipped", "missed", "log_missing", "other_prompts"];
+const ODD = ["lost", "learner_lost", "skipped", "missed", "log_missing", "other_prompts", "alert"];
 const isOdd = (fact) => ODD.includes(fact.event) || fact.phase === "lost" || fact.behind > 0;
 
 D.views.fleet = {

@@ -183,7 +183,15 @@ function tell(error) {
   if (damaged) words.push(damaged + (damaged === 1 ? " damaged line" : " damaged lines") + " left out");
   state.textContent = words.join(" · ");
   state.className = error || damaged ? "warn" : "";
-  document.title = D.runs.map((run) => run.name).join(", ") + " – driftless";
+  const alerts = D.runs.flatMap((run) => run.alerts.map((alert) => [run, alert]));
+  const box = document.getElementById("alerts");
+  const now = JSON.stringify(alerts.map(([run, alert]) => [run.name, alert]));
+  if (box.dataset.shown !== now) {
+    box.dataset.shown = now;
+    box.replaceChildren(...alerts.map(([run, { at_ms, text, remedy }]) =>
+      D.el("li", null, D.el("b", null, D.visible((D.runs.length > 1 ? run.name + ": " : "") + text)), ` since ${D.time(at_ms)}. `, remedy)));
+  }
+  document.title = (alerts.length ? `(${alerts.length}) ` : "") + D.runs.map((run) => run.name).join(", ") + " – driftless";
 }
 
 addEventListener("DOMContentLoaded", () => {

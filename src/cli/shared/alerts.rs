@@ -1,0 +1,37 @@
+//! What to do about an alert of a run.
+
+/// The remedy for the alert of this name (`events::Alert`); empty for one that this release does not know.
+pub(crate) fn remedy(alert: &str) -> &'static str {
+    match alert {
+        "mismatch" => {
+            "give engines and trainer the same dtype and kernels, look at the versions that answers were drawn by \
+             (`driftless log show RUN`), and correct what is left with --use-tis"
+        }
+        "entropy_collapse" => {
+            "lower --lr, raise --entropy-coef or --eps-clip-high, or go back to an earlier checkpoint"
+        }
+        "zero_variance" => {
+            "take prompts of another difficulty, more --n-samples-per-prompt, or --dynamic-sampling-filter \
+             check_reward_nonzero_std"
+        }
+        "truncation" => {
+            "read the answers (`driftless log show RUN --worst`); raise --rollout-max-response-len if they are sound"
+        }
+        "too_old" => "raise --max-staleness, or lower --rollout-max-response-len",
+        "failures" => "`driftless log show RUN --left-out` says why each was",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use driftless::trainer::events::Alert;
+
+    #[test]
+    fn remedy_is_there_for_each_alert() {
+        for alert in Alert::ALL {
+            assert!(!remedy(alert.name()).is_empty(), "{alert:?}");
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! What in a run's figures wants somebody's attention, as a function over its steps.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use crate::metrics::StepMetrics;
+
+/// Steps whose mean is looked at: one odd step is none of this.
+const STEPS: usize = 5;
+/// An alert that was raised ends below this share of where it begins, so that it does not come and go.
+const ENDS_AT: f64 = 0.8;
+
+/// Something that spoils a run without ending it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Alert {
+    /// Engines and learner give the same tokens different log-probabilities.
+    Mismatch,
+    /// The policy has become sure of nearly every token.
+    EntropyCollapse,
+    /// Nearly all groups have one reward throughout.
+    ZeroVariance,
+    /// Many answers are cut off.
+    Truncation,
+    /// Many tokens are older than the run may train on.
+    TooOld,
+    /// Many groups are left out because an answer, or a reward, failed.
+    Failures,
+}
+
+/// Of a step: how far it is on the way to an alert.
+struct Figure {
+    of: fn(&StepMetrics) -> f64,
+    /// Where the alert begins.
+    begins_at: f64,
+}
+
+impl Alert {
+    /// All of them.
+    pub const ALL: [Alert; 6] = [
+        Alert::Mismatch,
+        Alert::EntropyCollapse,
+        Alert::ZeroVariance,
+        Alert::Truncation,
+        Alert::TooOld,
+        Alert::Failures,
+    ];
+
+    /// Its name in files and metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mismatch => "mismatch",
+            Self::EntropyCollapse => "entropy_collapse",
+            Self::ZeroVariance => "zero_variance",
+            Self::Truncation => "truncation",
+            Self::TooOld => "too_old",
+            Self::Failures => "failures",
+        }
+    }
+
+    /// What is looked at. That of [`Alert::EntropyCollapse`] is compared with the run's beginning first.
+    fn figure(self) -> Figure {
+        let share = |of, begins_at| Figure { of, begins_at };
+        match self {
+            Self::Mismatch => share(|step| step.stats.log_prob_diff_mean, 0.1),
+            Self::EntropyCollapse => share(|step| step.stats.entropy, 0.9),
+            Self::ZeroVariance => share(|step| ratio(step.groups_zero_std, step.groups), 0.8),
+            Self::Truncation => share(|step| step.truncated, 0.3),
+            Self::TooOld => share(|step| ratio(step.tokens_too_old, step.response_tokens), 0.2),
+            Self::Failures => share(|step| ratio(step.groups_failed, step.groups + step.groups_failed), 0.1),
+        }
+    }
+
+    /// What the mean of the figure says, in words.
+    fn text(self, mean: f64) -> String {
+        let percent = 100.0 * mean;
+        match self {
+            Self::Mismatch => {
+                format!("log-probs of engines and learner differ by {mean:.3} nats in the mean")
+            }
+            Self::EntropyCollapse => {
+                format!("the policy's entropy is {percent:.0} % below that of the first steps")
+            }
+            Self::ZeroVariance => format!("{percent:.0} % of the groups have one reward throughout"),
+            Self::Truncation => format!("{percent:.0} % of the answers are cut off at the token limit"),
+            Self::TooOld => format!("{percent:.0} % of the tokens are too old to be trained on"),
+            Self::Failures => {
+                format!("{percent:.0} % of the groups are left out, as an answer or its reward failed")
+            }
+        }
+    }
+}
+
+fn ratio(part: u64, of: u64) -> f64 {
+    part as f64 / of.max(1) as f64
+}
+
+/// An alert that begins or ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// Which.
+    pub alert: Alert,
+    /// Whether it begins.
+    pub begins: bool,
+    /// The figure, in words.
+    pub text: String,
+}
+
+/// The alerts of a run.
+#[derive(Debug, Default)]
+pub struct Alerts {
+    last: VecDeque<StepMetrics>,
+    /// Mean entropy of the first steps that tell one.
+    entropies: Vec<f64>,
+    raised: BTreeSet<Alert>,
+}
+
+impl Alerts {
+    /// Of a run with these steps, in order.
+    #[must_use]
+    pub fn after<'a>(steps: impl IntoIterator<Item = &'a StepMetrics>) -> Self {
+        let mut alerts = Self::default();
+        steps.into_iter().for_each(|step| drop(alerts.see(step)));
+        // A process that goes on is told of them again.
+        alerts.raised.clear();
+        alerts
+    }
+
+    /// Takes the next step, and says what begins and what ends with it.
+    pub fn see(&mut self, step: &StepMetrics) -> Vec<Change> {
+        // Steps that a crash undid are done again.
+        self.last.retain(|before| before.rollout_id < step.rollout_id);
+        if self.last.len() == STEPS {
+            self.last.pop_front();
+        }
+        self.last.push_back(step.clone());
+        if self.entropies.len() < STEPS && step.stats.entropy > 0.0 {
+            self.entropies.push(step.stats.entropy);
+        }
+        if self.last.len() < STEPS {
+            return Vec::new();
+        }
+        Alert::ALL.into_iter().filter_map(|alert| self.look(alert)).collect()
+    }
+
+    fn look(&mut self, alert: Alert) -> Option<Change> {
+        let Figure { of, begins_at } = alert.figure();
+        let mean = self.last.iter().map(of).sum::<f64>() / self.last.len() as f64;
+        let mean = if alert == Alert::EntropyCollapse { self.lost_entropy(mean) } else { mean };
+        let was = self.raised.contains(&alert);
+        let is = mean >= if was { ENDS_AT * begins_at } else { begins_at };
+        if is == was {
+            return None;
+        }
+        if is {
+            self.raised.insert(alert)
+        } else {
+            self.raised.remove(&alert)
+        };
+        Some(Change { alert, begins: is, text: alert.text(mean) })
+    }
+
+    /// How much of the first steps' entropy is gone; 0 where no learner tells it.
+    fn lost_entropy(&self, mean: f64) -> f64 {
+        let first = self.entropies.iter().sum::<f64>() / self.entropies.len().max(1) as f64;
+        if self.entropies.len() < STEPS || mean <= 0.0 { 0.0 } else { 1.0 - mean / first }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Begins and ends that a run of these steps has, each with the step.
+    fn changes(steps: impl IntoIterator<Item = StepMetrics>) -> Vec<(u64, Alert, bool)> {
+        let mut alerts = Alerts::default();
+        let numbered =
+            steps.into_iter().zip(0..).map(|(step, rollout_id)| StepMetrics { rollout_id, ..step });
+        let seen = numbered.flat_map(|step| {
+            let changes = alerts.see(&step);
+            changes.into_iter().map(move |change| (step.rollout_id, change.alert, change.begins))
+        });
+        seen.collect()
+    }
+
+    fn sound() -> StepMetrics {
+        let mut step = StepMetrics { groups: 10, response_tokens: 1000, ..StepMetrics::default() };
+        step.stats.entropy = 1.0;
+        step
+    }
+
+    #[test]
+    fn alert_begins_and_ends_with_the_mean_of_some_steps() {
+        let bad: [(Alert, fn(&mut StepMetrics)); 6] = [
+            (Alert::Mismatch, |step| step.stats.log_prob_diff_mean = 0.2),
+            (Alert::EntropyCollapse, |step| step.stats.entropy = 0.01),
+            (Alert::ZeroVariance, |step| step.groups_zero_std = 9),
+            (Alert::Truncation, |step| step.truncated = 0.5),
+            (Alert::TooOld, |step| step.tokens_too_old = 300),
+            (Alert::Failures, |step| step.groups_failed = 5),
+        ];
+        for (alert, spoil) in bad {
+            let spoilt = || {
+                let mut step = sound();
+                spoil(&mut step);
+                step
+            };
+            let once = (0..20).map(|step| if step == 8 { spoilt() } else { sound() });
+            let shortly = changes(once).into_iter().filter(|(_, found, _)| *found == alert).count();
+            assert_eq!(shortly, 0, "{alert:?} of one step");
+            let all = changes((0..40).map(|step| if (10..20).contains(&step) { spoilt() } else { sound() }));
+            let [(begin, first, true), (end, last, false)] = all[..] else { panic!("{alert:?}: {all:?}") };
+            assert_eq!((first, last), (alert, alert));
+            assert!((10..15).contains(&begin) && (20..25).contains(&end), "{alert:?}: {begin} to {end}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_said_of_a_sound_run_or_of_what_is_not_measured() {
+        assert_eq!(changes((0..50).map(|_| sound())), []);
+        assert_eq!(changes((0..50).map(|_| StepMetrics::default())), []);
+    }
+
+    #[test]
+    fn alert_does_not_come_and_go_around_its_bound() {
+        let around =
+            |step: u64| StepMetrics { truncated: 0.3 + if step % 2 == 0 { 0.02 } else { -0.02 }, ..sound() };
+        assert_eq!(changes((0..50).map(around)), [(4, Alert::Truncation, true)]);
+    }
+
+    #[test]
+    fn run_that_goes_on_is_told_again_and_forgets_undone_steps() {
+        let cut = |rollout_id| StepMetrics { rollout_id, truncated: 1.0, ..sound() };
+        let before: Vec<_> = (0..10).map(cut).collect();
+        let mut alerts = Alerts::after(&before);
+        let [Change { alert: Alert::Truncation, begins: true, text }] = &alerts.see(&cut(10))[..] else {
+            panic!("none");
+        };
+        assert_eq!(text, "100 % of the answers are cut off at the token limit");
+        let mut undone = Alerts::after(&before);
+        let told: Vec<_> = (7..13).map(|step| undone.see(&cut(step)).len()).collect();
+        assert_eq!(told, [0, 0, 1, 0, 0, 0], "of the steps before 7, two are among the last five of ten");
+    }
+}
