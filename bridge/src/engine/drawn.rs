@@ -1,6 +1,7 @@
 //! Tokens of an answer that is not finished: what stays of them when an engine dies, and how another goes on behind them.
 
-use super::{Finish, GenerateRequest, Generation, VersionSpan};
+use super::reply::{Tokens, version};
+use super::{Digester, Finish, GenerateRequest, Generation, ReplyDigest, Rid, VersionSpan};
 
 /// The tokens of an answer that were drawn so far.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -12,6 +13,8 @@ pub struct Drawn {
     pub log_probs: Vec<f32>,
     /// Which weights drew which tokens: contiguous and complete.
     pub spans: Vec<VersionSpan>,
+    /// Digests of the replies that had them, ascending. Tokens that an earlier release kept have none.
+    pub replies: Vec<ReplyDigest>,
 }
 
 /// Tokens that one version drew, behind those drawn before.
@@ -25,10 +28,28 @@ pub struct Piece<'a> {
     pub label: &'a str,
     /// Whether the engine says so of each of these tokens, and not of the whole reply only.
     pub located: bool,
+    /// Digest of these tokens, counted from the first; unknown of those that an earlier release kept.
+    pub digest: Option<ReplyDigest>,
 }
 
 /// Hears of pieces, in order.
 pub type Tell<'a> = &'a mut (dyn for<'p> FnMut(Piece<'p>) + Send);
+
+impl Piece<'_> {
+    /// The same with the digest of its tokens, which the reply to this request has behind such a [`context`](super::context).
+    #[must_use]
+    pub fn digested(self, rid: Rid, context: u64) -> Self {
+        let mut digester = Digester::new(rid, context);
+        let version = version(self.label);
+        for (id, log_prob) in self.output_ids.iter().zip(self.log_probs) {
+            digester.push(*id, *log_prob, version);
+        }
+        // A request is for fewer than 2^32 tokens.
+        let end = u32::try_from(self.output_ids.len()).unwrap_or(u32::MAX);
+        let digest = ReplyDigest { rid, start: 0, end, context, digest: digester.digest() };
+        Self { digest: (end > 0).then_some(digest), ..self }
+    }
+}
 
 impl Drawn {
     /// How many tokens there are.
@@ -45,8 +66,9 @@ impl Drawn {
 
     /// Puts a piece behind the others.
     pub fn push(&mut self, piece: Piece<'_>) {
-        let Piece { output_ids, log_probs, label, .. } = piece;
+        let Piece { output_ids, log_probs, label, digest, .. } = piece;
         let start = self.end();
+        ReplyDigest::append(&mut self.replies, digest, start);
         self.output_ids.extend_from_slice(output_ids);
         self.log_probs.extend_from_slice(log_probs);
         let end = self.end();
@@ -59,19 +81,37 @@ impl Drawn {
 
     /// Its pieces from token `from` on.
     pub fn pieces(&self, from: usize) -> impl Iterator<Item = Piece<'_>> {
-        self.spans.iter().filter_map(move |span| {
-            let range = (span.start as usize).max(from)..span.end as usize;
-            let (output_ids, log_probs) = (self.output_ids.get(range.clone())?, self.log_probs.get(range)?);
-            let located = true;
-            (!output_ids.is_empty()).then_some(Piece { output_ids, log_probs, label: &span.label, located })
+        let mut at = u32::try_from(from).unwrap_or(u32::MAX);
+        std::iter::from_fn(move || {
+            let span = self.spans.iter().find(|span| span.start <= at && at < span.end)?;
+            let reply = self.replies.iter().find(|reply| at < reply.end);
+            let (end, reply) = match reply {
+                Some(reply) if reply.start <= at => (span.end.min(reply.end), Some(reply)),
+                Some(next) => (span.end.min(next.start), None),
+                None => (span.end, None),
+            };
+            let places = at as usize..end as usize;
+            let (output_ids, log_probs) = (self.output_ids.get(places.clone())?, self.log_probs.get(places)?);
+            let digest = reply.map(|reply| {
+                let part = self.tokens().part(reply, at..end);
+                ReplyDigest { start: 0, end: end - at, ..part }
+            });
+            at = end;
+            Some(Piece { output_ids, log_probs, label: &span.label, located: true, digest })
         })
     }
 
     /// Keeps the first `length` tokens.
     pub fn truncate(&mut self, length: usize) {
+        let end = u32::try_from(length).unwrap_or(u32::MAX).min(self.end());
+        let mut replies = std::mem::take(&mut self.replies);
+        replies.retain(|reply| reply.start < end);
+        if let Some(last) = replies.last_mut().filter(|last| last.end > end) {
+            *last = self.tokens().cut(last, end);
+        }
+        self.replies = replies;
         self.output_ids.truncate(length);
         self.log_probs.truncate(length);
-        let end = self.end();
         self.spans.retain(|span| span.start < end);
         if let Some(last) = self.spans.last_mut() {
             last.end = last.end.min(end);
@@ -80,25 +120,46 @@ impl Drawn {
 
     /// Puts what an engine generated behind them.
     pub(crate) fn append(&mut self, generation: &Generation) {
+        let behind = self.end();
+        ReplyDigest::append(&mut self.replies, generation.replies.iter().copied(), behind);
         for span in &generation.spans {
             let range = span.start as usize..span.end as usize;
             let (output_ids, log_probs) =
                 (&generation.output_ids[range.clone()], &generation.log_probs[range]);
-            self.push(Piece { output_ids, log_probs, label: &span.label, located: true });
+            self.push(Piece { output_ids, log_probs, label: &span.label, located: true, digest: None });
         }
     }
 
     /// The answer of which these are the first tokens and `rest` the others.
     pub(crate) fn whole(mut self, rest: Generation) -> Generation {
         self.append(&rest);
-        let Self { output_ids, log_probs, spans } = self;
-        Generation { output_ids, log_probs, spans, ..rest }
+        let Self { output_ids, log_probs, spans, replies } = self;
+        Generation { output_ids, log_probs, spans, replies, ..rest }
+    }
+
+    fn tokens(&self) -> Tokens<'_> {
+        let Self { output_ids, log_probs, spans, .. } = self;
+        Tokens { output_ids, log_probs, spans }
     }
 
     /// One past the last token.
     fn end(&self) -> u32 {
         // A request is for fewer than 2^32 tokens.
         u32::try_from(self.output_ids.len()).unwrap_or(u32::MAX)
+    }
+}
+
+impl Generation {
+    /// Digests of its first `length` tokens.
+    #[must_use]
+    pub fn replies_until(&self, length: usize) -> Vec<ReplyDigest> {
+        if length >= self.output_ids.len() {
+            return self.replies.clone();
+        }
+        let mut drawn = Drawn::default();
+        drawn.append(self);
+        drawn.truncate(length);
+        drawn.replies
     }
 }
 
@@ -133,6 +194,7 @@ impl GenerateRequest {
                 finish: Finish::Length,
                 retractions: 0,
                 cached_tokens: None,
+                replies: Vec::new(),
             })
         })
     }
@@ -144,7 +206,7 @@ mod tests {
     use crate::engine::{Rid, SamplingParams};
 
     fn piece<'a>(output_ids: &'a [i32], label: &'a str) -> Piece<'a> {
-        Piece { output_ids, log_probs: &[-0.5; 8][..output_ids.len()], label, located: true }
+        Piece { output_ids, log_probs: &[-0.5; 8][..output_ids.len()], label, located: true, digest: None }
     }
 
     #[test]

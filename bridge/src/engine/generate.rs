@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use derive_setters::Setters;
 use serde::{Deserialize, Serialize};
 
-use super::{Drawn, Meter};
+use super::{Drawn, Meter, ReplyDigest};
 use crate::error::{Error, Result};
 
 /// A request's id: 36 hex digits, always.
@@ -35,6 +35,22 @@ impl Rid {
         // The process id keeps two processes that probe one engine at a time apart.
         let scope = u64::from(std::process::id()) | (0xffff_ffff << 32);
         Self::new(scope, NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Number of the sample that it was made for.
+    #[must_use]
+    pub fn sample(self) -> u64 {
+        self.sample
+    }
+
+    /// Scope, sample and attempt.
+    pub(super) fn parts(self) -> (u64, u64, u16) {
+        (self.scope, self.sample, self.attempt)
+    }
+
+    /// From scope, sample and attempt.
+    pub(super) fn of_parts(scope: u64, sample: u64, attempt: u16) -> Self {
+        Self { scope, sample, attempt }
     }
 
     /// The same sample's next attempt.
@@ -207,6 +223,8 @@ pub struct Generation {
     pub retractions: u64,
     /// Tokens of the prompt that the engine had in its prefix cache; `None` where it does not say.
     pub cached_tokens: Option<u32>,
+    /// Digests of the replies that it is made of, ascending. Together they have all tokens that an engine's reply had.
+    pub replies: Vec<ReplyDigest>,
 }
 
 impl Generation {

@@ -13,6 +13,7 @@ mod identity;
 mod label;
 mod meter;
 mod options;
+mod reply;
 mod sums;
 mod tensors;
 
@@ -43,6 +44,7 @@ pub use label::Label;
 pub(crate) use label::plain;
 pub use meter::{Decoded, Meter};
 pub use options::{ClientOptions, Deadlines};
+pub use reply::{Digester, ReplyDigest, context};
 pub(crate) use sums::check;
 pub use sums::{LiveWeights, Sums};
 pub(crate) use tensors::{check_tensors, check_tied};

@@ -339,6 +339,7 @@ mod tests {
             finish: Finish::Length,
             retractions: 0,
             cached_tokens: None,
+            replies: Vec::new(),
         }
     }
 
@@ -377,7 +378,13 @@ mod tests {
         let mut told = Vec::new();
         let mut tell = |piece: Piece<'_>| told.push((piece.label.to_owned(), piece.output_ids.len()));
         let mut answer = Answer { drawn: Drawn::default(), told: &mut tell };
-        answer.keep(Piece { output_ids: &[0, 0], log_probs: &[0.0, 0.0], label: "a", located: false });
+        answer.keep(Piece {
+            output_ids: &[0, 0],
+            log_probs: &[0.0, 0.0],
+            label: "a",
+            located: false,
+            digest: None,
+        });
         answer.keep_rest(1, &generation(&["a", "b", "b"], true));
         assert_eq!((answer.drawn.len(), answer.drawn.spans.len()), (4, 2));
         assert_eq!(told, [("a".to_owned(), 2), ("b".to_owned(), 2)]);

@@ -4,8 +4,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::engine::{
-    Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, Tell, VersionSpan, log_probability,
-    plain,
+    Finish, GenerateRequest, Generation, Mismatch, Piece, SamplingParams, Tell, VersionSpan, context,
+    log_probability, plain,
 };
 use crate::error::Result;
 use crate::events::Failure;
@@ -112,6 +112,8 @@ pub(crate) struct Streamed {
     log_probs: Vec<f32>,
     /// As far as the plugin told of each token.
     spans: Vec<VersionSpan>,
+    /// Of the tokens that were told of, and all ids before them; unknown before the first.
+    context: Option<u64>,
 }
 
 impl Streamed {
@@ -138,7 +140,7 @@ impl Streamed {
             return Err((expected, self.output_ids.len().to_string()));
         }
         let Some(finish) = meta.finish_reason else {
-            self.tell(before, meta.weight_version.as_deref().unwrap_or_default(), seen);
+            self.tell(request, before, meta.weight_version.as_deref().unwrap_or_default(), seen);
             return Ok(None);
         };
         let finish = finish.check()?;
@@ -150,7 +152,8 @@ impl Streamed {
         let (rid, engine) = (request.rid, engine.to_owned());
         let (retractions, cached_tokens) = (meta.num_retractions, meta.cached_tokens);
         let Self { output_ids, log_probs, .. } = std::mem::take(self);
-        Ok(Some(Generation {
+        let replies = Vec::new();
+        let generation = Generation {
             rid,
             engine,
             output_ids,
@@ -160,7 +163,9 @@ impl Streamed {
             finish,
             retractions,
             cached_tokens,
-        }))
+            replies,
+        };
+        Ok(Some(generation.digested(&request.input_ids)))
     }
 
     /// Takes what the plugin told of the tokens from `before` on. Behind a token of which it told nothing, nothing counts.
@@ -188,17 +193,22 @@ impl Streamed {
     }
 
     /// Tells of the tokens from `from` on, which are of these weights unless the plugin knows better.
-    fn tell(&self, from: usize, label: &str, seen: Tell<'_>) {
+    fn tell(&mut self, request: &GenerateRequest, from: usize, label: &str, seen: Tell<'_>) {
+        let mut behind = self.context.unwrap_or_else(|| context(0, &request.input_ids));
         let mut tell = |range: std::ops::Range<usize>, label: &str, located: bool| {
             let (output_ids, log_probs) = (&self.output_ids[range.clone()], &self.log_probs[range]);
-            seen(Piece { output_ids, log_probs, label, located });
+            let piece = Piece { output_ids, log_probs, label, located, digest: None };
+            seen(piece.digested(request.rid, behind));
+            behind = context(behind, output_ids);
         };
-        if !self.is_located(from) {
-            return tell(from..self.output_ids.len(), label, false);
+        if self.is_located(from) {
+            for span in self.spans.iter().filter(|span| span.end as usize > from) {
+                tell((span.start as usize).max(from)..span.end as usize, &span.label, true);
+            }
+        } else {
+            tell(from..self.output_ids.len(), label, false);
         }
-        for span in self.spans.iter().filter(|span| span.end as usize > from) {
-            tell((span.start as usize).max(from)..span.end as usize, &span.label, true);
-        }
+        self.context = Some(behind);
     }
 
     /// Takes ids and log-probabilities of a piece, of which `drawn` tokens were drawn by then; returns where the piece

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use super::generate::{self, RawCompletion, Streamed};
 use crate::engine::{
     ClientOptions, Comparison, Deadlines, Engine as _, GenerateRequest, Generation, Mismatch, Piece, Tell,
+    context,
 };
 use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, excerpt};
@@ -161,6 +162,7 @@ impl Client {
         let call = Call::post("/v1/completions", Level::Normal, Some(&body), self.deadlines.generate);
         let malformed = |(expected, found): Mismatch| self.connection.malformed(call, &expected, &found);
         let (mut streamed, mut told, mut finish) = (Streamed::default(), 0, None);
+        let mut behind = context(0, &request.input_ids);
         let take = |data: &[u8]| {
             let raw: RawCompletion = self.connection.decode(call, data)?;
             if let Some(failure) = &raw.error {
@@ -173,7 +175,9 @@ impl Client {
             let (output_ids, log_probs) = (&streamed.output_ids[told..], &streamed.log_probs[told..]);
             if told == 0 || output_ids.len() >= interval as usize {
                 told = streamed.output_ids.len();
-                seen(Piece { output_ids, log_probs, label: &began, located: false });
+                let piece = Piece { output_ids, log_probs, label: &began, located: false, digest: None };
+                seen(piece.digested(request.rid, behind));
+                behind = context(behind, output_ids);
             }
             Ok(ControlFlow::Continue(()))
         };

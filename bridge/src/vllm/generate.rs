@@ -157,18 +157,19 @@ impl Streamed {
         let label =
             label.ok_or_else(|| ("a weight_version of /weight_info".to_owned(), "none".to_owned()))?;
         let spans = if end == 0 { Vec::new() } else { vec![VersionSpan { label, start: 0, end }] };
-        let (rid, engine, spans_reported, retractions) = (request.rid, engine.to_owned(), false, 0);
-        Ok(Generation {
-            rid,
-            engine,
+        let generation = Generation {
+            rid: request.rid,
+            engine: engine.to_owned(),
             output_ids,
             log_probs,
             spans,
-            spans_reported,
+            spans_reported: false,
             finish,
-            retractions,
+            retractions: 0,
             cached_tokens: None,
-        })
+            replies: Vec::new(),
+        };
+        Ok(generation.digested(&request.input_ids))
     }
 }
 

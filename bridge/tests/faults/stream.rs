@@ -207,6 +207,7 @@ fn answer_that_is_drawn_already_asks_no_engine() {
         log_probs: &[-0.5, -0.5],
         label: OLD,
         located: false,
+        digest: None,
     };
     request.drawn.push(piece);
     request.sampling.max_new_tokens = 2;
