@@ -240,7 +240,7 @@ impl Element {
 /// Names a column of a record. Numbers from [`ColumnId::USER`] up are free for users.
 ///
 /// [`Sample`] and [`Shape`] have fields for the first six. The others go in as further columns. The loop writes
-/// [`ColumnId::TIMES`] and [`ColumnId::REWARDS`], and reads [`ColumnId::TEACHER_LOG_PROBS`]. The log keeps the reserved
+/// [`ColumnId::TIMES`], [`ColumnId::REWARDS`] and [`ColumnId::REPLIES`], and reads [`ColumnId::TEACHER_LOG_PROBS`]. The log keeps the reserved
 /// ones and hands them out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ColumnId(pub u16);
@@ -271,6 +271,8 @@ impl ColumnId {
     pub const TEACHER_LOG_PROBS: Self = Self(19);
     /// Reserved: images as opaque bytes, `U8`.
     pub const IMAGES: Self = Self(20);
+    /// Digests of the engines' replies that the response is made of, `U8`; absent in logs of earlier releases.
+    pub const REPLIES: Self = Self(21);
     /// First number that is free for users.
     pub const USER: Self = Self(0x8000);
 }

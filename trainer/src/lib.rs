@@ -27,6 +27,7 @@ pub mod seed;
 mod service;
 pub mod tasks;
 mod train;
+pub mod verify;
 
 pub use driftless_agent::chat::{ChatTemplate, LossMask};
 pub use error::{Error, Result};

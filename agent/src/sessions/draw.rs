@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::engine::{Finish, ReplyDigest, VersionSpan};
 use driftless_bridge::{Generation, SamplingParams};
 
 use crate::message::Refusal;
@@ -98,6 +98,7 @@ fn join(mut before: Generation, next: Generation) -> Generation {
             None => before.spans.push(VersionSpan { label, start: start + shift, end: end + shift }),
         }
     }
+    ReplyDigest::append(&mut before.replies, next.replies, shift);
     before.output_ids.extend(next.output_ids);
     before.log_probs.extend(next.log_probs);
     let engine = if next.engine.is_empty() { before.engine } else { next.engine };

@@ -94,6 +94,7 @@ pub(crate) fn generation(text: &str, end: &str) -> Generation {
         finish: Finish::Stop,
         retractions: 0,
         cached_tokens: None,
+        replies: Vec::new(),
     }
 }
 
@@ -221,6 +222,7 @@ impl Draw for Script {
             finish,
             retractions: 0,
             cached_tokens: None,
+            replies: Vec::new(),
         };
         let drawn = Drawn { nth, input_ids, sampling, made: made.clone() };
         self.drawn.lock().unwrap().push(drawn);

@@ -147,13 +147,21 @@ impl Tokens<'_> {
     pub(super) fn digest(self, reply: &ReplyDigest, range: Range<u32>) -> u128 {
         let before = self.output_ids.get(reply.start as usize..range.start as usize).unwrap_or_default();
         let mut digester = Digester::new(reply.rid, context(reply.context, before));
-        for span in self.spans {
-            let places = span.start.max(range.start) as usize..span.end.min(range.end) as usize;
+        let mut push = |places: Range<u32>, version| {
+            let places = places.start as usize..places.end as usize;
             let ids = self.output_ids.get(places.clone()).unwrap_or_default();
             let log_probs = self.log_probs.get(places).unwrap_or_default();
-            let version = version(&span.label);
             ids.iter().zip(log_probs).for_each(|(id, log_prob)| digester.push(*id, *log_prob, version));
+        };
+        let mut next = range.start;
+        for span in self.spans {
+            let start = span.start.clamp(next, range.end);
+            let end = span.end.clamp(start, range.end);
+            push(next..start, None);
+            push(start..end, version(&span.label));
+            next = end;
         }
+        push(next..range.end, None);
         digester.digest
     }
 

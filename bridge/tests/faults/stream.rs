@@ -3,10 +3,10 @@
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::engine::{Digester, Finish, VersionSpan, context};
 use driftless_bridge::fleet::{Cause, Free, Usage};
 use driftless_bridge::sglang::{Client, Dialect};
-use driftless_bridge::{Generation, Rid};
+use driftless_bridge::{Generation, Label, Rid};
 use driftless_testkit::sglang::{Fake, Fault, patient as calls};
 use tokio::task::JoinHandle;
 
@@ -51,7 +51,26 @@ fn whole(scene: &Scene, answer: Answer) -> (Generation, Vec<(String, u32, u32)>)
     assert_eq!((whole.log_probs.len(), &whole.finish), (WHOLE, &Finish::Length));
     let spans = whole.spans.iter().map(|VersionSpan { label, start, end }| (label.clone(), *start, *end));
     let spans = spans.collect();
+    check_replies(&whole);
     (whole, spans)
+}
+
+/// Each token is of one reply, whose digest is that of the tokens that were kept.
+fn check_replies(whole: &Generation) {
+    let mut next = 0;
+    for reply in &whole.replies {
+        assert_eq!(reply.start as usize, next);
+        let before = [request(0).input_ids.as_slice(), &whole.output_ids[..next]].concat();
+        let mut digester = Digester::new(reply.rid, context(0, &before));
+        for at in next..reply.end as usize {
+            let span = whole.spans.iter().find(|span| (span.start..span.end).contains(&(at as u32))).unwrap();
+            let version = span.label.parse::<Label>().unwrap().version();
+            digester.push(whole.output_ids[at], whole.log_probs[at], Some(version));
+        }
+        assert_eq!((reply.context, reply.digest), (context(0, &before), digester.digest()));
+        next = reply.end as usize;
+    }
+    assert_eq!(next, WHOLE);
 }
 
 /// Has what was changed of an engine show.

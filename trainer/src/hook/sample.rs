@@ -107,7 +107,9 @@ mod tests {
                 finish: Finish::Length,
                 retractions: 0,
                 cached_tokens: None,
-            },
+                replies: Vec::new(),
+            }
+            .digested(input_ids),
         }
     }
 

@@ -7,7 +7,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
 use super::pieces::Chunk;
-use super::record::{Answered, Times};
+use super::record::{Answered, Columns};
 use super::{Rollouts, blocking};
 use crate::error::{Error, Result};
 
@@ -71,16 +71,16 @@ async fn keep(rollouts: Arc<Rollouts>, mut queue: mpsc::Receiver<Item>) -> Resul
 }
 
 fn append(rollouts: &Rollouts, together: &[Item]) -> Result<()> {
-    let times = |item: &Item| match item {
-        Item::Piece(_) => Times::default(),
-        Item::Answer { answered, .. } => Times::of(answered),
+    let columns = |item: &Item| match item {
+        Item::Piece(chunk) => Columns::of_piece(chunk.replies()),
+        Item::Answer { answered, .. } => Columns::of(answered),
     };
-    let times: Vec<Times> = together.iter().map(times).collect();
-    let extra: Vec<_> = times.iter().map(Times::column).collect();
+    let columns: Vec<Columns> = together.iter().map(columns).collect();
+    let extra: Vec<_> = columns.iter().map(Columns::beside).collect();
     let mut samples = Vec::new();
     for (item, extra) in together.iter().zip(&extra) {
         match item {
-            Item::Piece(chunk) => samples.push(chunk.sample()),
+            Item::Piece(chunk) => samples.extend(extra.iter().map(|extra| chunk.sample(&extra[1..]))),
             Item::Answer { answered, .. } => samples.extend(answered.samples(extra)),
         }
     }

@@ -8,8 +8,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::time::SystemTime;
 
-use driftless_bridge::engine::{Drawn, Piece};
+use driftless_bridge::engine::{Drawn, Piece, ReplyDigest};
 use driftless_bridge::{GenerateRequest, Label};
+use driftless_buffer::sample::{ColumnId, Element};
 use driftless_buffer::{Kind, Position, Reader, Record, Sample, Scalars, VersionSpan};
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +41,12 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    pub(super) fn sample(&self) -> Sample<'_> {
+    pub(super) fn replies(&self) -> &[ReplyDigest] {
+        &self.drawn.replies
+    }
+
+    /// As a record, with these further columns.
+    pub(super) fn sample<'a>(&'a self, extra: &'a [(ColumnId, Element, &'a [u8])]) -> Sample<'a> {
         Sample {
             kind: Kind::Partial,
             scalars: self.scalars,
@@ -49,6 +55,7 @@ impl Chunk {
             loss_mask: &self.loss_mask,
             spans: &self.spans,
             metadata: &self.note,
+            extra,
             ..Sample::default()
         }
     }
@@ -138,8 +145,15 @@ fn drawn(pieces: &[Record], nth: u64, input: u64, minimum: Option<&Label>, run: 
                 drawn = Drawn::default();
                 break;
             }
-            drawn.push(Piece { output_ids, log_probs, label: &label.to_string(), located: true });
+            let label = label.to_string();
+            drawn.push(Piece { output_ids, log_probs, label: &label, located: true, digest: None });
         }
+        let behind = note.behind as u32;
+        let column = record.column(ColumnId::REPLIES).map_or(&[][..], |(_, column)| column);
+        let replies = column.chunks(ReplyDigest::BYTES).filter_map(ReplyDigest::from_bytes);
+        let end = drawn.len().saturating_sub(note.behind as usize);
+        let replies = replies.filter(|reply| reply.end as usize <= end);
+        ReplyDigest::append(&mut drawn.replies, replies, behind);
     }
     drawn
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use driftless_bridge::engine::ReplyDigest;
 use driftless_buffer::sample::{ColumnId, Element, Verdict};
 use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars};
 use serde::{Deserialize, Serialize};
@@ -103,14 +104,14 @@ pub(super) struct Answered {
 }
 
 impl Answered {
-    /// Its samples as records. The first comes last: where it is, all are.
-    pub(super) fn samples<'a>(&'a self, extra: &'a Extra<'a>) -> impl Iterator<Item = Sample<'a>> {
+    /// Its samples as records, with the further columns of each. The first comes last: where it is, all are.
+    pub(super) fn samples<'a>(&'a self, extra: &'a [Beside<'a>]) -> impl Iterator<Item = Sample<'a>> {
         let shared = Scalars {
             parts: u16::try_from(self.parts.len()).unwrap_or(u16::MAX),
             clock_us: self.times[2].cast_unsigned(),
             ..self.scalars
         };
-        self.parts.iter().enumerate().rev().map(move |(part, trajectory)| Sample {
+        self.parts.iter().zip(extra).enumerate().rev().map(move |(part, (trajectory, extra))| Sample {
             scalars: Scalars {
                 sample_id: sample_id(self.answer, part),
                 status: trajectory.finish.code(),
@@ -130,7 +131,7 @@ impl Answered {
 }
 
 /// One further column.
-pub(super) type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
+type Extra<'a> = [(ColumnId, Element, &'a [u8]); 1];
 
 /// The metadata of the first sample of an answer that was measured, as JSON.
 #[derive(Debug, Default, Serialize)]
@@ -168,29 +169,45 @@ impl EvaluationNote {
 
 /// Makes answers durable together.
 pub(super) fn append_answers(log: &Log, answers: &[Arc<Answered>]) -> Result<()> {
-    let times: Vec<Times> = answers.iter().map(|answer| Times::of(answer)).collect();
-    let extra: Vec<Extra<'_>> = times.iter().map(Times::column).collect();
+    let columns: Vec<Columns> = answers.iter().map(|answer| Columns::of(answer)).collect();
+    let extra: Vec<Vec<Beside<'_>>> = columns.iter().map(Columns::beside).collect();
     let samples = answers.iter().zip(&extra).flat_map(|(answer, extra)| answer.samples(extra));
     log.append_all(&samples.collect::<Vec<_>>())?;
     Ok(())
 }
 
-/// The times of an answer, as bytes.
-#[derive(Default)]
-pub(super) struct Times([u8; 24]);
+/// The further columns of an answer's samples, as bytes.
+pub(super) struct Columns {
+    times: Vec<u8>,
+    /// Of each sample.
+    replies: Vec<Vec<u8>>,
+}
 
-impl Times {
+/// Those of one sample.
+pub(super) type Beside<'a> = [(ColumnId, Element, &'a [u8]); 2];
+
+impl Columns {
     pub(super) fn of(answer: &Answered) -> Self {
-        let mut bytes = [0; 24];
-        for (place, time) in bytes.chunks_exact_mut(8).zip(answer.times) {
-            place.copy_from_slice(&time.to_le_bytes());
-        }
-        Times(bytes)
+        let times = answer.times.map(i64::to_le_bytes).concat();
+        Columns { times, replies: answer.parts.iter().map(|part| replies(&part.replies)).collect() }
     }
 
-    pub(super) fn column(&self) -> Extra<'_> {
-        [(ColumnId::TIMES, Element::I64, &self.0)]
+    /// Of a piece of an answer, which has no times.
+    pub(super) fn of_piece(drawn: &[ReplyDigest]) -> Self {
+        Columns { times: Vec::new(), replies: vec![replies(drawn)] }
     }
+
+    pub(super) fn beside(&self) -> Vec<Beside<'_>> {
+        let beside = |replies| {
+            [(ColumnId::TIMES, Element::I64, &self.times[..]), (ColumnId::REPLIES, Element::U8, replies)]
+        };
+        self.replies.iter().map(|replies| beside(replies)).collect()
+    }
+}
+
+/// Digests as a column has them: [`ColumnId::REPLIES`].
+fn replies(replies: &[ReplyDigest]) -> Vec<u8> {
+    replies.iter().flat_map(ReplyDigest::to_bytes).collect()
 }
 
 /// The reward of an answer.

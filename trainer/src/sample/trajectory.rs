@@ -1,6 +1,7 @@
 //! What a sample is made of, token by token.
 
-use driftless_bridge::{Generation, Label, engine};
+use driftless_bridge::engine::{self, ReplyDigest};
+use driftless_bridge::{Generation, Label};
 use driftless_buffer::{Finish, VersionSpan};
 use serde_json::value::RawValue;
 
@@ -17,6 +18,8 @@ pub struct Trajectory {
     pub loss_mask: Vec<u8>,
     /// Which versions made which response tokens.
     pub spans: Vec<VersionSpan>,
+    /// Which replies of engines had which response tokens.
+    pub replies: Vec<ReplyDigest>,
     /// Why it ended.
     pub finish: Finish,
     /// URL of the engine that wrote its end.
@@ -35,6 +38,7 @@ impl Trajectory {
             log_probs: vec![0.0; response],
             loss_mask: vec![0; response],
             spans: Vec::new(),
+            replies: Vec::new(),
             finish: Finish::Stop,
             engine: String::new(),
             metadata: None,
@@ -63,6 +67,7 @@ impl Trajectory {
             let shift = start as u32;
             (span.start < end).then(|| VersionSpan { start: span.start + shift, end: end + shift, ..span })
         }));
+        ReplyDigest::append(&mut self.replies, generation.replies_until(length), start as u32);
         self.finish = finish(if whole { &generation.finish } else { &engine::Finish::Stop });
         if !generation.engine.is_empty() {
             self.engine.clone_from(&generation.engine);

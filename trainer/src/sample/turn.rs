@@ -118,6 +118,7 @@ impl Turn<'_> {
                 finish: driftless_bridge::engine::Finish::Length,
                 retractions: 0,
                 cached_tokens: None,
+                replies: Vec::new(),
             });
         }
         let mut request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);

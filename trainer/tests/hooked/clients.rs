@@ -3,8 +3,10 @@
 use super::many::Room;
 use driftless_agent::chat::ChatTemplate;
 use driftless_agent::{Family, Tokenizer};
+use driftless_bridge::engine::{Digester, context};
 use driftless_trainer::Error;
 use driftless_trainer::hook::{Hook, HookOptions};
+use driftless_trainer::sample::Trajectory;
 use driftless_trainer::tasks::tiny;
 use serde_json::json;
 use std::path::Path;
@@ -59,6 +61,23 @@ async fn asking(dir: &Path, function: &str, deadline: u64) -> std::sync::Arc<Roo
     Room::module_with(&file, deadline, Some(dir)).await
 }
 
+/// Each token that is trained on is of one reply, whose digest is that of the sample's tokens. Returns how many there are.
+fn check_replies(sample: &Trajectory) -> usize {
+    for reply in &sample.replies {
+        let before = &sample.tokens[..sample.prompt_len + reply.start as usize];
+        let mut digester = Digester::new(reply.rid, context(0, before));
+        for at in reply.start..reply.end {
+            let span = sample.spans.iter().find(|span| (span.start..span.end).contains(&at));
+            let id = sample.tokens[sample.prompt_len + at as usize];
+            digester.push(id, sample.log_probs[at as usize], span.map(|span| span.version));
+        }
+        assert_eq!((reply.context, reply.digest), (context(0, before), digester.digest()));
+    }
+    let drawn: u32 = sample.replies.iter().map(|reply| reply.end - reply.start).sum();
+    assert_eq!(drawn as usize, sample.loss_mask.iter().filter(|mask| **mask == 1).count());
+    sample.replies.len()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn conversations_of_clients_are_the_samples_of_an_answer() {
     let dir = tempfile::tempdir().unwrap();
@@ -88,6 +107,8 @@ def answer(turn: Turn) -> None:
             );
         }
         assert_eq!(whole.spans.len(), 3);
+        let count = [whole, other].map(check_replies);
+        assert_eq!(count, [3, 1], "a reply for each turn of a client");
     }
 }
 

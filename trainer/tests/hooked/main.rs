@@ -17,6 +17,7 @@ use driftless_trainer::options::Mode;
 use driftless_trainer::rollout::{Dropped, Policy, Queue, RolloutOptions, Rollouts};
 use driftless_trainer::sample::{Engines, Turn, answer_of};
 use driftless_trainer::tasks::{Sourced, Task, tiny};
+use driftless_trainer::verify::verify;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -105,7 +106,9 @@ impl Engines for Echo {
             finish: Finish::Stop,
             retractions: 0,
             cached_tokens: None,
-        })
+            replies: Vec::new(),
+        }
+        .digested(&request.input_ids))
     }
 }
 
@@ -183,6 +186,14 @@ fn check(rollouts: &Rollouts) {
     assert_eq!(rewards, [0.0, 10.0, 0.0, 10.0], "an answer has one reward, ten times that of the hook");
 }
 
+/// What the hooks made of the generations of groups 0 and 2 is what the engine replied.
+fn verified(run: &Path) {
+    std::fs::write(run.join("ledger.jsonl"), "{\"step\":0,\"groups\":[0,2]}\n").unwrap();
+    let report = verify(run, &run.join("log")).unwrap();
+    assert_eq!(report.first, []);
+    assert_eq!((report.answers, report.samples, report.replies), (4, 8, 12), "one turn and two of each");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn every_hook_does_its_part() {
     let dir = tempfile::tempdir().unwrap();
@@ -191,6 +202,7 @@ async fn every_hook_does_its_part() {
     let (_, dropped) = generate(&rollouts).await.unwrap();
     assert_eq!(dropped, Dropped { failed: 0, filtered: 1, too_old: 0 });
     check(&rollouts);
+    verified(dir.path());
     let done = rollouts.log.reader().prompts(PromptState::Done);
     let left_out = done.iter().find(|record| record.scalars().sample_id == 1).unwrap();
     assert!(String::from_utf8_lossy(left_out.metadata()).contains("it is one"));

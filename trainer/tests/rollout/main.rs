@@ -74,7 +74,9 @@ impl Engines for Echo {
             finish: Finish::Stop,
             retractions: 0,
             cached_tokens: None,
-        })
+            replies: Vec::new(),
+        }
+        .digested(&request.input_ids))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Tokens that are durable before their answer is: what a run that goes on makes of them.
 
-use driftless_bridge::engine::VersionSpan;
+use driftless_bridge::engine::{Drawn, context};
 
 use super::*;
 
@@ -31,23 +31,20 @@ impl Engines for Counting {
         let drawn = request.drawn.clone();
         self.drawn.lock().unwrap().insert(request.rid.to_string(), drawn.output_ids.clone());
         let (rest, label) = ((drawn.len()..LENGTH).collect::<Vec<_>>(), label(self.version).to_string());
-        let (mut output_ids, mut log_probs, mut spans) = (drawn.output_ids, drawn.log_probs, drawn.spans);
+        let mut drawn = drawn;
         for two in rest.chunks(2) {
-            if self.stuck.is_some_and(|stuck| output_ids.len() >= stuck) {
+            if self.stuck.is_some_and(|stuck| drawn.len() >= stuck) {
                 std::future::pending::<()>().await;
             }
             let ids: Vec<i32> = two.iter().map(|at| *at as i32 % 9 + 1).collect();
-            let piece =
-                Piece { output_ids: &ids, log_probs: &vec![-0.5; ids.len()], label: &label, located: false };
+            let log_probs = &vec![-0.5; ids.len()];
+            let piece = Piece { output_ids: &ids, log_probs, label: &label, located: false, digest: None };
+            let before = [request.input_ids.as_slice(), &drawn.output_ids].concat();
+            let piece = piece.digested(request.rid, context(0, &before));
             told(piece);
-            spans.push(VersionSpan {
-                label: label.clone(),
-                start: output_ids.len() as u32,
-                end: (output_ids.len() + ids.len()) as u32,
-            });
-            output_ids.extend(&ids);
-            log_probs.extend(piece.log_probs);
+            drawn.push(piece);
         }
+        let Drawn { output_ids, log_probs, spans, replies, .. } = drawn;
         Ok(Generation {
             rid: request.rid,
             engine: "counting".into(),
@@ -58,6 +55,7 @@ impl Engines for Counting {
             finish: Finish::Stop,
             retractions: 0,
             cached_tokens: None,
+            replies,
         })
     }
 }

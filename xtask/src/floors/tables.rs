@@ -177,7 +177,7 @@ pub(super) const HOUSES: &[House] = &[
             &["error", "lr", "seed"],
             &["door", "lines", "options", "push", "service"],
             &["advantage", "goodput", "ledger", "metrics", "sample", "schedule"],
-            &["data", "events", "reward"],
+            &["data", "events", "reward", "verify"],
             &["hook", "learner"],
             &["tasks"],
             &["rollout"],

@@ -22,6 +22,7 @@ use crate::ledger::{self, Ledger, Recipe};
 use crate::options::{LearnOptions, Mode};
 use crate::rollout::{Policy, PromptNote, Queue, RolloutOptions, Rollouts};
 use crate::tasks::{Task, tiny};
+use crate::verify::verify;
 use world::{Data, Fleet, World, Worth, draw, length, token, worth};
 
 const RUN: [u8; 16] = [7; 16];
@@ -220,6 +221,19 @@ impl Run<'_> {
         assert_eq!(next as usize, record.response().len(), "answer {answer}");
     }
 
+    /// What was trained on is what engines replied, whatever was killed meanwhile.
+    fn verify(&self) {
+        let line = |step| format!("{{\"version\":{step},\"step\":{step}}}\n");
+        let versions: String = (0..=self.policy.steps).map(line).collect();
+        std::fs::write(self.dir.join("versions.jsonl"), versions).unwrap();
+        let report = verify(self.dir, &self.dir.join("log")).unwrap();
+        let first = report.first.first().map(ToString::to_string);
+        assert_eq!(first, None, "seed {}: {} faults", self.world.seed, report.faults);
+        let answers = self.policy.batch * self.policy.steps * self.answers;
+        assert_eq!((report.answers, report.samples_learned), (answers, answers), "seed {}", self.world.seed);
+        assert!(report.replies >= answers && report.unchecked.earlier_release == 0);
+    }
+
     /// Every prompt has one fate, and no step's groups are another's. Returns the answers that are finished.
     fn check(&self) -> u64 {
         let log = self.log().reader();
@@ -244,6 +258,7 @@ impl Run<'_> {
             let is_stale = why.as_deref().is_some_and(|why| why.contains("too old"));
             assert!(why.is_none() || worth != Worth::Kept || is_stale, "group {group} is left out: {why:?}");
         }
+        self.verify();
         done.len() as u64 * self.answers
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use driftless_bridge::engine::{Finish, Piece, Tell};
+use driftless_bridge::engine::{Finish, Piece, Tell, context};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, sleep};
@@ -251,8 +251,15 @@ impl Engines for Fleet {
             let tokens = places.map(|at| token(world.seed, answer, at, version));
             let (output_ids, log_probs): (Vec<_>, Vec<_>) = tokens.unzip();
             let label = world.label(version).to_string();
-            let piece =
-                Piece { output_ids: &output_ids, log_probs: &log_probs, label: &label, located: true };
+            let piece = Piece {
+                output_ids: &output_ids,
+                log_probs: &log_probs,
+                label: &label,
+                located: true,
+                digest: None,
+            };
+            let before = [request.input_ids.as_slice(), &all.output_ids].concat();
+            let piece = piece.digested(request.rid, context(0, &before));
             all.push(piece);
             if engine.is_multiple_of(2) {
                 told(piece);
@@ -267,6 +274,7 @@ impl Engines for Fleet {
             output_ids: all.output_ids,
             log_probs: all.log_probs,
             spans: all.spans,
+            replies: all.replies,
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
