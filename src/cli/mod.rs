@@ -37,6 +37,7 @@ mod trace;
 mod train;
 #[cfg(feature = "torch")]
 mod train_rank;
+mod verify;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser};
 use shared::error::{Error, Result};
@@ -138,6 +139,7 @@ commands! {
     Relay: relay,
     Repair: repair,
     Log: log,
+    Verify: verify,
     Trace: trace,
     Completions: completions,
     Man: man,

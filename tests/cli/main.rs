@@ -24,6 +24,7 @@ mod signed;
 mod status;
 mod surface;
 mod trace;
+mod verify;
 mod vllm;
 
 use common::{code, driftless, json, output, run};
