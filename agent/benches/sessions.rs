@@ -52,9 +52,8 @@ fn conversation(family: &Family, turns: usize) -> (Tree, Vec<Message>) {
         let Seen::New(plan) = tree.see(family, &asked(&talk)).unwrap() else {
             unreachable!("no turn is a retry")
         };
-        let turned = tree
-            .turn(family, asked(&talk), plan, toy::generation("The answer is this.", "<|im_end|>"), 1)
-            .unwrap();
+        let turned =
+            tree.turn(family, plan, toy::generation("The answer is this.", "<|im_end|>"), 1).unwrap();
         let at = tree.commit(turned).unwrap();
         talk.extend([tree.answer(at).message, toy::user(&format!("{turn} {}", TEXT.repeat(8)))]);
     }

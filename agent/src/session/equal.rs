@@ -6,14 +6,15 @@ use serde_json::Value;
 
 use crate::message::{Message, Role, ToolCall};
 
-/// Whether these are the same messages: ids and whatever else clients change as they like do not count.
-pub(super) fn all(a: &[Message], b: &[Message]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| said(a, b) && thoughts(a, b))
+/// Whether a client's messages are these, each as in [`is`].
+pub(super) fn all(messages: &[Message], kept: &[Message]) -> bool {
+    messages.len() == kept.len() && messages.iter().zip(kept).all(|(message, kept)| is(message, kept))
 }
 
-/// Whether a client's message is this answer. Clients of OpenAI's protocol give no thoughts back, which is no edit.
-pub(super) fn answers(message: &Message, answer: &Message) -> bool {
-    said(message, answer) && (thought(message).is_empty() || thoughts(message, answer))
+/// Whether a client's message is this one: ids and whatever else clients change as they like do not count. Clients of
+/// OpenAI's protocol give no thoughts back, which is no edit.
+pub(super) fn is(message: &Message, kept: &Message) -> bool {
+    said(message, kept) && (thought(message).is_empty() || thoughts(message, kept))
 }
 
 /// Whether both thought the same.

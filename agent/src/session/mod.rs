@@ -15,7 +15,7 @@ use crate::family::{Family, Said};
 use crate::message::{Answer, Ask, Ended, Message, Refusal, Role};
 pub use samples::Sample;
 
-/// What a session may hold.
+/// What a session may hold. Answers that are being drawn when it is full are kept too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
     /// Turns of the model.
@@ -94,6 +94,8 @@ struct Node {
     end: usize,
     /// Tokens of the path from the root, its own with them.
     path: u64,
+    /// As [`Plan::number`].
+    number: u64,
 }
 
 /// All turns of a session.
@@ -106,7 +108,6 @@ pub struct Tree {
     ids: Vec<i32>,
     log_probs: Vec<f32>,
     bytes: usize,
-    draws: u64,
 }
 
 /// What is to be drawn for an [`Ask`].
@@ -118,8 +119,11 @@ pub struct Plan {
     pub given: Vec<i32>,
     /// Tokens of the path up to that turn.
     pub cached: u64,
-    messages: Vec<Message>,
-    tools: Vec<Value>,
+    /// Follows from what is asked and what was asked before it in the conversation, and not from when. Draws that follow
+    /// from it are the same in whatever order the asks of a session come.
+    pub number: u64,
+    /// What is asked, with the messages behind that turn alone, and with tools where it begins a conversation.
+    ask: Ask,
     bytes: usize,
 }
 
@@ -137,13 +141,7 @@ impl Tree {
     #[must_use]
     pub fn new(bounds: Bounds, thoughts: Thoughts) -> Self {
         let (nodes, roots, ids, log_probs) = Default::default();
-        Tree { bounds, thoughts, nodes, roots, ids, log_probs, bytes: 0, draws: 0 }
-    }
-
-    /// Generations that were drawn for its turns.
-    #[must_use]
-    pub fn draws(&self) -> u64 {
-        self.draws
+        Tree { bounds, thoughts, nodes, roots, ids, log_probs, bytes: 0 }
     }
 
     /// Finds the place of a conversation, and the ids of what is new in it.
@@ -158,7 +156,7 @@ impl Tree {
         let messages = equal::in_order(&ask.messages);
         let mut rest = &messages[..];
         let mut parent = None;
-        while let Some(next) = self.next(parent, &ask.tools, rest) {
+        while let Some(next) = self.next(parent, ask, rest) {
             rest = &rest[self.nodes[next as usize].turn.messages.len() + 1..];
             parent = Some(next);
         }
@@ -180,30 +178,34 @@ impl Tree {
         parent: Option<u32>,
         rest: &[Message],
     ) -> Result<Plan, Refusal> {
-        let root = |given| Plan {
-            parent: None,
-            given,
-            cached: 0,
-            messages: messages.to_vec(),
-            tools: ask.tools.clone(),
-            bytes: equal::bytes(messages, &ask.tools),
+        let whole = |given| {
+            let asked = Ask { messages: messages.to_vec(), ..ask.clone() };
+            self.planned(None, given, asked)
         };
         let Some(node) = parent.map(|parent| self.node(parent)) else {
-            return Ok(root(family.root(messages, &ask.tools)?));
+            return Ok(whole(family.root(messages, &ask.tools)?));
         };
         let closed = family.is_closed(&self.ids[node.sampled..node.end]);
         let Some(given) = family.behind(rest, closed)? else {
             // A sibling from the root: its text is the template's, whatever was sampled before.
-            return Ok(root(family.root(messages, &ask.tools)?));
+            return Ok(whole(family.root(messages, &ask.tools)?));
         };
         if self.thoughts == Thoughts::Stripped && rest.iter().any(|message| message.role == Role::User) {
             let without = self.without_thoughts(family, parent);
             if without.len() < node.path as usize {
-                return Ok(root([without, given].concat()));
+                return Ok(whole([without, given].concat()));
             }
         }
-        let bytes = equal::bytes(rest, &[]);
-        Ok(Plan { parent, given, cached: node.path, messages: rest.to_vec(), tools: Vec::new(), bytes })
+        let (stop, branch) = (ask.stop.clone(), ask.branch.clone());
+        let asked = Ask { messages: rest.to_vec(), tools: Vec::new(), stop, branch, ..*ask };
+        Ok(self.planned(parent, given, asked))
+    }
+
+    fn planned(&self, parent: Option<u32>, given: Vec<i32>, ask: Ask) -> Plan {
+        let before = parent.map(|parent| self.node(parent));
+        let number = number(before, &given, ask.max_tokens, &ask.stop, ask.branch.as_deref());
+        let (cached, bytes) = (before.map_or(0, |node| node.path), equal::bytes(&ask.messages, &ask.tools));
+        Plan { parent, given, cached, number, ask, bytes }
     }
 
     /// The ids of a path, thoughts left out.
@@ -237,15 +239,17 @@ impl Tree {
     }
 
     /// The turn behind `parent` that the conversation goes through: with the most messages, and of these the one
-    /// whose thoughts the client has too, and the earliest.
-    fn next(&self, parent: Option<u32>, tools: &[Value], rest: &[Message]) -> Option<u32> {
+    /// whose thoughts the client has too, of the client's own branch, and the earliest.
+    fn next(&self, parent: Option<u32>, ask: &Ask, rest: &[Message]) -> Option<u32> {
         let rank = |at: &&u32| {
             let turn = &self.nodes[**at as usize].turn;
             let (before, answer) = (rest.get(..turn.messages.len())?, rest.get(turn.messages.len())?);
-            let fits = (parent.is_some() || turn.tools == tools)
-                && equal::answers(answer, &turn.answer)
+            let fits = (parent.is_some() || turn.tools == ask.tools)
+                && equal::is(answer, &turn.answer)
                 && equal::all(before, &turn.messages);
-            fits.then(|| (before.len(), equal::thoughts(answer, &turn.answer), std::cmp::Reverse(**at)))
+            let has_thoughts = equal::thoughts(answer, &turn.answer);
+            let is_own = turn.branch == ask.branch;
+            fits.then(|| (before.len(), has_thoughts, is_own, std::cmp::Reverse(**at)))
         };
         let ranked = self.below(parent).iter().filter_map(|at| Some((rank(&at)?, *at)));
         ranked.max_by_key(|(rank, _)| *rank).map(|(_, at)| at)
@@ -289,21 +293,13 @@ impl Tree {
     ///
     /// # Errors
     /// [`Refusal::Broken`] for tokens that the tokenizer cannot decode.
-    pub fn turn(
-        &self,
-        family: &Family,
-        ask: Ask,
-        plan: Plan,
-        made: Generation,
-        draws: u64,
-    ) -> Result<Turn, Refusal> {
+    pub fn turn(&self, family: &Family, plan: Plan, made: Generation, draws: u64) -> Result<Turn, Refusal> {
         let is_cut = made.finish == driftless_bridge::engine::Finish::Length;
-        let call_id = format!("call_{}", self.nodes.len());
+        let Plan { parent, given, number, ask, .. } = plan;
         let Said { message, ended } = family
-            .said(&made.output_ids, is_cut, &ask.stop, &call_id)
+            .said(&made.output_ids, is_cut, &ask.stop, &format!("call_{number:016x}"))
             .map_err(|error| Refusal::Broken(error.to_string()))?;
-        let Plan { parent, given, messages, tools, .. } = plan;
-        let Ask { max_tokens, stop, branch, is_auxiliary, .. } = ask;
+        let Ask { messages, tools, max_tokens, stop, branch, is_auxiliary } = ask;
         let Generation { output_ids: sampled, log_probs, spans, engine, .. } = made;
         let answer = message;
         Ok(Turn {
@@ -339,6 +335,9 @@ impl Tree {
             return Err(format!("expected {} log-probabilities, found {found}", turn.sampled.len()));
         }
         let (given, tokens) = (std::mem::take(&mut turn.given), std::mem::take(&mut turn.sampled));
+        let before = turn.parent.map(|parent| self.node(parent));
+        let number = number(before, &given, turn.max_tokens, &turn.stop, turn.branch.as_deref());
+        let path = before.map_or(0, |before| before.path) + (given.len() + tokens.len()) as u64;
         let start = self.ids.len();
         let sampled = start + given.len();
         let end = sampled + tokens.len();
@@ -346,15 +345,12 @@ impl Tree {
         self.ids.extend(tokens);
         self.log_probs.resize(sampled, 0.0);
         self.log_probs.append(&mut turn.log_probs);
-        let before = turn.parent.map_or(0, |parent| self.node(parent).path);
         self.bytes += equal::bytes(&turn.messages, &turn.tools) + equal::bytes(&[turn.answer.clone()], &[]);
-        self.draws += turn.draws;
         match turn.parent {
             None => self.roots.push(at),
             Some(parent) => self.nodes[parent as usize].children.push(at),
         }
-        let path = before + (end - start) as u64;
-        self.nodes.push(Node { turn, children: Vec::new(), start, sampled, end, path });
+        self.nodes.push(Node { turn, children: Vec::new(), start, sampled, end, path, number });
         Ok(at)
     }
 
@@ -371,4 +367,31 @@ impl Tree {
             completion_tokens,
         }
     }
+}
+
+impl Plan {
+    /// Whether an answer to `earlier` is one to this.
+    #[must_use]
+    pub fn is_same(&self, earlier: &Self) -> bool {
+        let (a, b) = (&self.ask, &earlier.ask);
+        (self.parent, a.max_tokens, &a.stop, &a.branch) == (earlier.parent, b.max_tokens, &b.stop, &b.branch)
+            && a.tools == b.tools
+            && equal::all(&a.messages, &b.messages)
+    }
+}
+
+/// [`Plan::number`] of a turn behind `before`.
+fn number(
+    before: Option<&Node>,
+    given: &[i32],
+    max_tokens: Option<u32>,
+    stop: &[String],
+    branch: Option<&str>,
+) -> u64 {
+    let mut digest = blake3::Hasher::new();
+    digest.update(&before.map_or(0, |before| before.number).to_le_bytes());
+    digest.update(&given.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>());
+    let asked = serde_json::json!([given.len(), max_tokens, stop, branch]);
+    digest.update(asked.to_string().as_bytes());
+    digest.finalize().as_bytes().first_chunk().copied().map_or(0, u64::from_le_bytes)
 }

@@ -11,8 +11,8 @@ use crate::message::Refusal;
 /// Draws tokens: a fleet, or what stands in for one in tests.
 #[async_trait]
 pub trait Draw: Send + Sync + 'static {
-    /// One generation. `nth` counts those of the session, from 0: the same number asks for the same draws, another one
-    /// for others.
+    /// One generation of a session. `nth` follows from what is asked, and not from when: the same number asks for the
+    /// same draws, another one for others.
     ///
     /// # Errors
     /// [`Refusal::Busy`] if no engine can be asked now, [`Refusal::Broken`] for all else.
@@ -53,7 +53,7 @@ pub(super) async fn whole(
     let mut whole: Option<Generation> = None;
     let (mut draws, mut empty) = (0, 0);
     loop {
-        let next = draw.draw(session, first + draws, input_ids.clone(), sampling.clone()).await?;
+        let next = draw.draw(session, first.wrapping_add(draws), input_ids.clone(), sampling.clone()).await?;
         checked(&next, &sampling)?;
         draws += 1;
         let is_over = !matches!(next.finish, Finish::Abort { .. });

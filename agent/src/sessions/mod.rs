@@ -1,5 +1,6 @@
 //! Sessions of many clients at once, over whatever draws tokens.
 
+mod ask;
 mod draw;
 mod record;
 
@@ -10,14 +11,15 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use driftless_bridge::SamplingParams;
-use tokio::sync::{OwnedMutexGuard, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::error::Result;
 use crate::family::Family;
 use crate::journal::Journal;
 use crate::message::{Answer, Ask, Converse, Refusal};
-use crate::session::{Bounds, Plan, Sample, Seen, Thoughts, Tree};
+use crate::session::{Bounds, Sample, Seen, Thoughts, Tree};
+use ask::Drawing;
 pub use draw::Draw;
 use record::{Record, Step};
 
@@ -34,9 +36,9 @@ pub struct Settings {
     pub thoughts: Thoughts,
     /// Sessions that are open at once, at most.
     pub sessions: usize,
-    /// Asks of one session that wait or are answered at once, at most.
+    /// Asks of one session that are answered at once, at most.
     pub asks: usize,
-    /// How long an ask may wait for others of its session, and how long its draws may take.
+    /// How long an ask may wait for an equal one, and how long its draws may take.
     pub deadline: Duration,
     /// A session that nobody asks for as long takes no further asks.
     pub idle: Duration,
@@ -98,6 +100,7 @@ struct Session {
     tree: Arc<tokio::sync::Mutex<Tree>>,
     asks: Arc<Semaphore>,
     asked: Mutex<Instant>,
+    drawing: Mutex<Vec<Drawing>>,
 }
 
 impl<D: Draw> Sessions<D> {
@@ -134,23 +137,24 @@ impl<D: Draw> Sessions<D> {
         self.inner.open(session, opening).await.map(drop)
     }
 
-    /// What can be trained of a session: [`Tree::samples`].
+    /// What can be trained of a session: [`Tree::samples`]. Answers that are being drawn are waited for.
     ///
     /// # Errors
     /// [`Refusal::Unknown`] and [`Refusal::Over`].
     pub async fn samples(&self, session: &str, auxiliary: bool, most: usize) -> Result<Vec<Sample>, Refusal> {
         let session = self.inner.find(session)?;
+        session.drawn().await;
         let tree = session.tree.lock().await;
         Ok(tree.samples(auxiliary, most))
     }
 
-    /// Closes a session: it takes no further asks, and forgets all of its turns.
+    /// Closes a session: it takes no further asks, and forgets all of its turns and what is being drawn.
     ///
     /// # Errors
     /// [`Refusal::Unknown`], [`Refusal::Over`] if it was closed before, and [`Refusal::Broken`] for the journal.
     pub async fn close(&self, session: &str) -> Result<(), Refusal> {
         let found = self.inner.find(session)?;
-        // A turn that is being drawn is written before the end.
+        // What is being written is written before the end.
         let _tree = found.tree.lock().await;
         self.inner.write(session, Step::Closed).await?;
         let mut book = self.inner.book();
@@ -207,7 +211,8 @@ impl Session {
     fn of(opening: Opening, tree: Tree, settings: &Settings) -> Arc<Self> {
         let asks = Arc::new(Semaphore::new(settings.asks));
         let tree = Arc::new(tokio::sync::Mutex::new(tree));
-        Arc::new(Session { opening, tree, asks, asked: Mutex::new(Instant::now()) })
+        let (asked, drawing) = (Mutex::new(Instant::now()), Mutex::default());
+        Arc::new(Session { opening, tree, asks, asked, drawing })
     }
 
     fn last(&self) -> MutexGuard<'_, Instant> {
@@ -289,84 +294,6 @@ impl<D: Draw> Inner<D> {
         let bytes = Record::new(session, step).to_bytes().map_err(|error| broken(&error))?;
         journal.append(bytes).await.map_err(|error| broken(&error))
     }
-
-    /// Answers, whether or not somebody still waits for it.
-    async fn ask(self: Arc<Self>, name: String, ask: Ask) -> Result<Answer, Refusal> {
-        let session = self.enter(&name).await?;
-        let Ok(_place) = session.asks.clone().try_acquire_owned() else {
-            let most = self.settings.asks;
-            return Err(Refusal::Busy(format!("session `{name}` has {most} requests already")));
-        };
-        let waiting = session.tree.clone().lock_owned();
-        let tree = tokio::time::timeout(self.settings.deadline, waiting).await.map_err(|_| late(&name))?;
-        // It may have been closed meanwhile.
-        self.find(&name)?;
-        let (tree, ask, seen) = self.clone().see(tree, ask).await?;
-        match seen {
-            Seen::Answered(at) => Ok(tree.answer(at)),
-            Seen::New(plan) => self.turn(&name, &session, tree, ask, plan).await,
-        }
-    }
-
-    /// Tokens of a conversation are counted on a thread of their own: a long one takes a while.
-    async fn see(
-        self: Arc<Self>,
-        tree: OwnedMutexGuard<Tree>,
-        ask: Ask,
-    ) -> Result<(OwnedMutexGuard<Tree>, Ask, Seen), Refusal> {
-        let work = move || {
-            let seen = tree.see(&self.family, &ask)?;
-            Ok((tree, ask, seen))
-        };
-        let done = tokio::task::spawn_blocking(work).await;
-        done.unwrap_or_else(|error| {
-            Err(Refusal::Broken(format!("a conversation could not be read: {error}")))
-        })
-    }
-
-    async fn turn(
-        &self,
-        name: &str,
-        session: &Session,
-        mut tree: OwnedMutexGuard<Tree>,
-        ask: Ask,
-        plan: Plan,
-    ) -> Result<Answer, Refusal> {
-        let prompt = tree.prompt(&plan);
-        let (tokens, limit) = (prompt.len() as u64, self.settings.context as u64);
-        if tokens >= limit {
-            return Err(Refusal::ContextFull { tokens, limit });
-        }
-        let sampling = self.sampling(&session.opening.sampling, &ask, (limit - tokens) as usize);
-        let first = tree.draws();
-        let drawing = draw::whole(&self.draw, name, first, prompt, sampling);
-        let drawn = tokio::time::timeout(self.settings.deadline, drawing).await;
-        let (made, draws) = drawn.map_err(|_| late(name))??;
-        // From here on nothing gives up: what the journal has, the tree has.
-        let turn = tree.turn(&self.family, ask, plan, made, draws)?;
-        self.write(name, Step::Turned(Box::new(turn.clone()))).await?;
-        let at = tree.commit(turn).map_err(Refusal::Broken)?;
-        Ok(tree.answer(at))
-    }
-
-    /// The session's sampling within the client's bounds.
-    fn sampling(&self, pinned: &SamplingParams, ask: &Ask, room: usize) -> SamplingParams {
-        let mut sampling = pinned.clone();
-        let room = u32::try_from(room).unwrap_or(u32::MAX);
-        let most = ask.max_tokens.unwrap_or(u32::MAX).min(room);
-        sampling.max_new_tokens = sampling.max_new_tokens.min(most).max(1);
-        sampling.stop.extend(ask.stop.iter().cloned());
-        for id in self.family.stops() {
-            if !sampling.stop_token_ids.contains(id) {
-                sampling.stop_token_ids.push(*id);
-            }
-        }
-        sampling
-    }
-}
-
-fn late(session: &str) -> Refusal {
-    Refusal::Busy(format!("session `{session}` had no answer in time"))
 }
 
 #[async_trait]
@@ -379,8 +306,8 @@ impl<D: Draw> Converse for Sessions<D> {
 
     async fn count(&self, session: &str, ask: Ask) -> Result<u64, Refusal> {
         let found = self.inner.enter(session).await?;
-        let waiting = tokio::time::timeout(self.inner.settings.deadline, found.tree.clone().lock_owned());
-        let (tree, _, seen) = self.inner.clone().see(waiting.await.map_err(|_| late(session))?, ask).await?;
+        let tree = self.inner.tree(session, &found).await?;
+        let (tree, _, seen) = self.inner.clone().see(tree, ask).await?;
         Ok(match seen {
             Seen::Answered(at) => tree.answer(at).prompt_tokens,
             Seen::New(plan) => plan.cached + plan.given.len() as u64,

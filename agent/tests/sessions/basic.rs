@@ -87,6 +87,30 @@ async fn a_retry_gets_the_same_answer_and_nothing_is_drawn() {
 }
 
 #[tokio::test]
+async fn draws_follow_from_what_is_asked_and_not_from_when() {
+    let first = [ask(&[user("a")]), ask(&[user("b")])];
+    let first = [&first[..], &[Ask { branch: Some("b".to_owned()), ..first[0].clone() }]].concat();
+    let mut seen = Vec::new();
+    for order in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
+        let home = tempfile::tempdir().unwrap();
+        let script = Arc::new(Script::new("qwen3", &[]));
+        let sessions = sessions(&home, "qwen3", &script);
+        for at in order {
+            let answer = sessions.ask("s", first[at].clone()).await.unwrap();
+            let talk = [first[at].messages.as_slice(), &[answer.message, user("and?")]].concat();
+            sessions.ask("s", Ask { messages: talk, ..first[at].clone() }).await.unwrap();
+        }
+        let drawn = script.drawn.lock().unwrap();
+        let mut drawn: Vec<_> =
+            drawn.iter().map(|drawn| (drawn.nth, drawn.made.output_ids.clone())).collect();
+        drawn.sort();
+        seen.push(drawn);
+    }
+    assert_eq!((&seen[0], &seen[0]), (&seen[1], &seen[2]));
+    assert!(seen[0].windows(2).all(|pair| pair[0].0 != pair[1].0), "two asks with the same draws");
+}
+
+#[tokio::test]
 async fn calls_are_read_and_their_answers_put_in_order() {
     let home = tempfile::tempdir().unwrap();
     let call = |name: &str| {

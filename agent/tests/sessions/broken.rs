@@ -73,11 +73,62 @@ async fn a_client_that_goes_away_finds_its_answer() {
 }
 
 #[tokio::test]
+async fn asks_of_a_session_are_drawn_side_by_side() {
+    let home = tempfile::tempdir().unwrap();
+    let (gate, sessions) = gated(&home, false, Settings::default());
+    let asked = |text: &str| sessions.ask("s", ask(&[user(text)]));
+    // Nothing is drawn to its end before three have begun, of which two are the same.
+    let let_in = async {
+        gate.begun.acquire_many(3).await.unwrap().forget();
+        gate.let_in.add_permits(4);
+    };
+    let (a, b, again, c, ()) = tokio::join!(asked("a"), asked("b"), asked("a"), asked("c"), let_in);
+    assert_eq!(a, again);
+    assert!([a, b, c].iter().all(Result::is_ok));
+    assert_eq!((gate.script.drawn.lock().unwrap().len(), gate.begun.available_permits()), (3, 0));
+    assert_eq!(sessions.samples("s", false, usize::MAX).await.unwrap().len(), 3);
+}
+
+#[tokio::test]
+async fn samples_have_what_was_being_drawn() {
+    let home = tempfile::tempdir().unwrap();
+    let (gate, sessions) = gated(&home, false, Settings::default());
+    let read = async {
+        gate.begun.acquire().await.unwrap().forget();
+        let samples = sessions.samples("s", false, usize::MAX);
+        let (samples, ()) = tokio::join!(samples, async { gate.let_in.add_permits(1) });
+        samples.unwrap().len()
+    };
+    let (said, count) = tokio::join!(sessions.ask("s", ask(&[user("Hi")])), read);
+    assert_eq!((said.is_ok(), count), (true, 1));
+}
+
+#[tokio::test]
+async fn a_session_that_is_closed_forgets_what_is_being_drawn() {
+    let home = tempfile::tempdir().unwrap();
+    let (gate, sessions) = gated(&home, false, Settings::default());
+    let close = async {
+        gate.begun.acquire().await.unwrap().forget();
+        sessions.close("s").await.unwrap();
+        gate.let_in.add_permits(1);
+    };
+    let (said, ()) = tokio::join!(sessions.ask("s", ask(&[user("Hi")])), close);
+    assert!(matches!(said, Err(Refusal::Over(_))), "{said:?}");
+    drop(sessions);
+    // No turn is behind the end, where a journal would not be read.
+    let sessions = basic::reopened(&home, "qwen3", &Arc::new(Script::new("qwen3", &[])));
+    assert!(matches!(sessions.ask("s", ask(&[user("Hi")])).await, Err(Refusal::Over(_))));
+}
+
+#[tokio::test]
 async fn engines_that_only_break_off_are_given_up() {
     let home = tempfile::tempdir().unwrap();
     let (gate, sessions) = gated(&home, true, Settings::default());
     gate.let_in.add_permits(1000);
-    let said = sessions.ask("s", ask(&[user("Hi")])).await;
+    let asked = || sessions.ask("s", ask(&[user("Hi")]));
+    // Who waited for the first one's tokens has its own drawn.
+    let (said, again) = tokio::join!(asked(), asked());
+    assert_eq!((&said, gate.begun.available_permits()), (&again, 2 * 17));
     assert!(matches!(&said, Err(Refusal::Busy(why)) if why.contains("in a row")), "{said:?}");
     assert!(sessions.samples("s", true, usize::MAX).await.unwrap().is_empty());
 }

@@ -33,8 +33,7 @@ const COUNTS: &str = "{% for m in messages %}\
 fn two_turns(family: &Family, first: &[Message], more: &[Message]) -> (String, u64) {
     let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
     let asked = ask(first);
-    let turn =
-        tree.turn(family, asked.clone(), plan(&tree, family, &asked), generation("Yes.", "<|im_end|>"), 1);
+    let turn = tree.turn(family, plan(&tree, family, &asked), generation("Yes.", "<|im_end|>"), 1);
     let at = tree.commit(turn.unwrap()).unwrap();
     let talk = [first, &[tree.answer(at).message], more].concat();
     let plan = plan(&tree, family, &ask(&talk));

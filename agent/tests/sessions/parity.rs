@@ -65,7 +65,7 @@ fn ordinary_text_has_the_ids_of_the_whole() {
                 assert_eq!(plan.cached == 0, turn == 0);
                 let made = generation(["Yes.", "Surely not."][turn % 2], toy::end_of(template));
                 let at = tree
-                    .turn(&family, asked, plan, made, 1)
+                    .turn(&family, plan, made, 1)
                     .and_then(|turn| tree.commit(turn).map_err(driftless_agent::message::Refusal::Broken));
                 talk.push(tree.answer(at.unwrap()).message);
             }
@@ -88,7 +88,7 @@ fn tools_and_their_answers_have_the_ids_of_the_whole() {
         let asked = |talk: &[Message]| Ask { tools: serde_json::from_str(TOOLS).unwrap(), ..ask(talk) };
         let first = plan(&tree, &family, &asked(&talk));
         let made = generation(call, toy::end_of(template));
-        let turn = tree.turn(&family, asked(&talk), first, made, 1).unwrap();
+        let turn = tree.turn(&family, first, made, 1).unwrap();
         let at = tree.commit(turn).unwrap();
         talk.push(tree.answer(at).message);
         let id = talk[2].calls[0].id.clone();

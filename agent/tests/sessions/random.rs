@@ -7,6 +7,7 @@ use driftless_agent::Sessions;
 use driftless_agent::message::{Ask, Converse as _, Message, Role};
 use driftless_agent::session::Sample;
 use driftless_bridge::engine::VersionSpan;
+use futures_util::future::join_all;
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -127,6 +128,8 @@ impl Run {
                 return;
             }
             5 => self.kill(),
+            // Subagents at once, one of them by two equal requests.
+            6 => return self.side_by_side().await,
             _ => {}
         }
         self.go_on(&mut talk);
@@ -139,6 +142,26 @@ impl Run {
         match self.dice.below(4) {
             0 => self.talks.push(talk),
             _ => self.talks[at] = talk,
+        }
+    }
+
+    async fn side_by_side(&mut self) {
+        let mut asked: Vec<Ask> = (0..3)
+            .map(|at| {
+                let number = self.answered.len() * 10 + at;
+                ask(&[message(Role::System, "A helper."), user(&format!("Part {number}?"))])
+            })
+            .collect();
+        asked.push(asked[0].clone());
+        *self.script.texts.lock().unwrap() = (0..3).map(|_| text(self.template, &mut self.dice)).collect();
+        let sessions = self.sessions.as_ref().unwrap();
+        let answers = join_all(asked.iter().map(|asked| sessions.ask(NAME, asked.clone()))).await;
+        let answers: Vec<_> = answers.into_iter().map(Result::unwrap).collect();
+        assert_eq!(answers[0], answers[3]);
+        for (asked, answer) in asked.into_iter().zip(answers).take(3) {
+            let messages = [asked.messages.as_slice(), &[answer.message.clone()]].concat();
+            self.talks.push(Talk { messages, branch: None, tools: Vec::new() });
+            self.answered.push((asked, answer));
         }
     }
 

@@ -189,7 +189,7 @@ impl Draw for Script {
     ) -> Result<Generation, Refusal> {
         // Other tasks come in between, as they do where an engine is waited for.
         tokio::task::yield_now().await;
-        let mut dice = Dice(nth + session.bytes().map(u64::from).sum::<u64>() * 1000);
+        let mut dice = Dice(nth ^ (session.bytes().map(u64::from).sum::<u64>() * 1000));
         let text = self.texts.lock().unwrap().pop_front().unwrap_or_else(|| "Yes.".to_owned());
         let mut ids = self.split(&text, &mut dice);
         ids.extend(self.tokenizer.encode(self.end).unwrap());
@@ -211,7 +211,7 @@ impl Draw for Script {
         let log_probs = ids.iter().map(|_| -(dice.below(1 << 20) as f32) / 1e5).collect();
         let middle = dice.below(ids.len() as u64 + 1) as u32;
         let span = |version: u64, start, end| VersionSpan { label: format!("v{version}"), start, end };
-        let spans = [span(nth, 0, middle), span(nth + 1, middle, ids.len() as u32)];
+        let spans = [span(nth, 0, middle), span(!nth, middle, ids.len() as u32)];
         let made = Generation {
             rid: Rid::new(1, nth),
             engine: format!("engine-{nth}"),

@@ -53,6 +53,13 @@ impl Rid {
         Self { scope, sample, attempt }
     }
 
+    /// Id of the `nth` generation of the same sample, apart from those of others; 0 is the id itself.
+    #[must_use]
+    pub fn generation(self, nth: u64) -> Self {
+        // Odd: no two numbers come to the same scope.
+        Self { scope: self.scope ^ nth.wrapping_mul(0x9e37_79b9_7f4a_7c15), ..self }
+    }
+
     /// The same sample's next attempt.
     #[must_use]
     pub fn next_attempt(self) -> Self {
@@ -279,6 +286,8 @@ mod tests {
         let (small, large) = (Rid::new(0, 7), Rid::new(u64::MAX, u64::MAX));
         assert_eq!((small.to_string().len(), large.to_string().len()), (36, 36));
         assert_ne!(small.to_string(), small.next_attempt().to_string());
+        assert_eq!(small.generation(0), small);
+        assert_ne!(small.generation(1).next_attempt(), small.generation(2).next_attempt());
     }
 
     #[test]

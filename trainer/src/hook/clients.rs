@@ -22,7 +22,7 @@ use super::sample::Claim;
 use super::{Fault, GENERATIONS_MAX};
 use crate::error::Result;
 
-/// Requests of one answer that wait for their turn.
+/// Requests of one answer that are drawn or wait at once.
 const WAITING_MAX: usize = 64;
 /// Requests of all answers.
 const ASKS_MAX: usize = 8192;
@@ -49,6 +49,7 @@ struct Answering {
 /// Tokens that are to be drawn.
 #[derive(Debug)]
 pub(super) struct Asked {
+    pub(super) nth: u64,
     pub(super) input_ids: Vec<i32>,
     pub(super) sampling: SamplingParams,
     pub(super) reply: oneshot::Sender<Result<Generation, Refusal>>,
@@ -124,11 +125,27 @@ impl Seat {
         Patience { deadline, busy: Some(self.busy.clone()) }
     }
 
-    /// The conversations that clients had, as samples; none if they had none.
-    pub(super) async fn claims(&self) -> Result<Vec<Claim>, Fault> {
+    /// The conversations that clients had, as samples; none if they had none. Nothing is drawn for them from now on.
+    pub(super) async fn claims(&mut self) -> Result<Vec<Claim>, Fault> {
+        self.asks.close();
+        // Whoever waits is refused with what is dropped here.
+        while self.asks.try_recv().is_ok() {}
         let samples = self.sessions.samples(&self.session, false, usize::MAX).await;
         let samples = samples.map_err(|refusal| Fault::of("the conversations of the answer", refusal))?;
         Ok(samples.into_iter().map(claim).collect())
+    }
+}
+
+impl Asked {
+    /// Itself, if the answer has room beside `count` generations. Otherwise its client is told.
+    pub(super) fn within(self, count: usize) -> Option<Self> {
+        if count < GENERATIONS_MAX {
+            return Some(self);
+        }
+        let words = format!("an answer has at most {GENERATIONS_MAX} generations");
+        // It may have gone.
+        let _ = self.reply.send(Err(Refusal::Over(words)));
+        None
     }
 }
 
@@ -164,13 +181,10 @@ impl Draw for Seats {
         sampling: SamplingParams,
     ) -> Result<Generation, Refusal> {
         let over = || Refusal::Over("the answer that this was a part of has ended".to_owned());
-        if nth >= GENERATIONS_MAX as u64 {
-            return Err(Refusal::Over(format!("an answer has at most {GENERATIONS_MAX} generations")));
-        }
         let Answering { asks, busy } = self.lock().get(session).cloned().ok_or_else(over)?;
         let _waiting = Waiting::new(busy);
         let (reply, replied) = oneshot::channel();
-        asks.send(Asked { input_ids, sampling, reply }).await.map_err(|_| over())?;
+        asks.send(Asked { nth, input_ids, sampling, reply }).await.map_err(|_| over())?;
         replied.await.map_err(|_| over())?
     }
 }

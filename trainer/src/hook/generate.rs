@@ -7,6 +7,8 @@ use std::pin::pin;
 use driftless_agent::message::Refusal;
 use driftless_bridge::engine::Finish;
 use driftless_bridge::{Generation, SamplingParams};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -215,39 +217,34 @@ impl Conversation<'_> {
         })
     }
 
-    /// Waits for the hook, and draws what its clients ask for meanwhile.
+    /// Waits for the hook, and draws what its clients ask for meanwhile, side by side. What is being drawn when the hook
+    /// is heard is drawn to its end.
     async fn beside_clients<T>(&mut self, heard: impl Future<Output = T>) -> Result<T> {
-        let mut heard = pin!(heard);
-        loop {
-            let Some(seat) = &mut self.seat else { return Ok(heard.await) };
-            let asked = tokio::select! {
+        let (mut heard, mut drawing) = (pin!(heard), FuturesUnordered::new());
+        let heard = loop {
+            let count = self.count() + drawing.len();
+            tokio::select! {
                 biased;
-                heard = &mut heard => return Ok(heard),
-                Some(asked) = seat.next() => asked,
-            };
-            self.draw(asked).await?;
+                heard = &mut heard => break heard,
+                Some(made) = drawing.next() => self.drawn.push(made?),
+                Some(asked) = next(&mut self.seat) => drawing.extend(asked.within(count).map(|asked| draw(self.turn, asked))),
+            }
+        };
+        while let Some(made) = drawing.next().await {
+            self.drawn.push(made?);
         }
+        Ok(heard)
     }
 
-    /// Draws tokens for a client.
-    async fn draw(&mut self, Asked { input_ids, sampling, reply }: Asked) -> Result<()> {
-        let drawn = self.turn.generate(self.nth(), input_ids.clone(), sampling).await;
-        let told = drawn.as_ref().map(Generation::clone).map_err(|error| Refusal::Busy(error.to_string()));
-        // A client that has gone finds its answer when it asks again.
-        let _ = reply.send(told);
-        self.drawn.push(Made { input_ids, generation: drawn? });
-        Ok(())
-    }
-
-    /// Number of the answer's next generation, whoever asks for it.
-    fn nth(&self) -> u64 {
-        (self.made.len() + self.drawn.len()) as u64
+    /// Generations of the answer so far, whoever asked for them.
+    fn count(&self) -> usize {
+        self.made.len() + self.drawn.len()
     }
 
     /// The generation that is asked for, or else what the answer is.
-    async fn wanted(&self, next: Next) -> Result<ControlFlow<Vec<Trajectory>, Wanted>, Fault> {
+    async fn wanted(&mut self, next: Next) -> Result<ControlFlow<Vec<Trajectory>, Wanted>, Fault> {
         match next {
-            Next { generate: Some(wanted), samples: None } if self.nth() < GENERATIONS_MAX as u64 => {
+            Next { generate: Some(wanted), samples: None } if self.count() < GENERATIONS_MAX => {
                 Ok(ControlFlow::Continue(wanted))
             }
             Next { generate: Some(_), samples: None } => {
@@ -266,9 +263,9 @@ impl Conversation<'_> {
 
     /// The samples of an answer. The conversations of the hook's clients, if they had any, stand for a claim without
     /// tokens.
-    async fn samples(&self, claims: Vec<Claim>) -> Result<Vec<Trajectory>, Fault> {
+    async fn samples(&mut self, claims: Vec<Claim>) -> Result<Vec<Trajectory>, Fault> {
         let (prompt, vocabulary) = (&self.prompt.tokens, self.turn.vocabulary);
-        let conversations = match &self.seat {
+        let conversations = match &mut self.seat {
             Some(seat) => seat.claims().await?,
             None => Vec::new(),
         };
@@ -302,7 +299,7 @@ impl Conversation<'_> {
             }
             (None, None) => (so_far(), None),
         };
-        let (nth, sampling) = (self.nth(), wanted.sampling_params.of(&self.turn.sampling));
+        let (nth, sampling) = (self.made.len() as u64, wanted.sampling_params.of(&self.turn.sampling));
         let generation = self.turn.generate(nth, input_ids.clone(), sampling).await?;
         let is_open = self.talk.is_some();
         if is_open {
@@ -323,6 +320,20 @@ impl Conversation<'_> {
         self.made.push(Made { input_ids, generation });
         Ok(Ok(()))
     }
+}
+
+/// What a client asks next; nothing where the answer has no clients.
+async fn next(seat: &mut Option<Seat>) -> Option<Asked> {
+    seat.as_mut()?.next().await
+}
+
+/// Draws tokens for a client.
+async fn draw(turn: &Turn<'_>, Asked { nth, input_ids, sampling, reply }: Asked) -> Result<Made> {
+    let drawn = turn.generate(nth, input_ids.clone(), sampling).await;
+    let told = drawn.as_ref().map(Generation::clone).map_err(|error| Refusal::Busy(error.to_string()));
+    // A client that has gone finds its answer when it asks again.
+    let _ = reply.send(told);
+    Ok(Made { input_ids, generation: drawn? })
 }
 
 impl Overrides {

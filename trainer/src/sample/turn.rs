@@ -40,7 +40,7 @@ impl Engines for Fleet {
 
 /// Keeps the tokens of an answer before it is finished.
 pub trait Underway: Sync {
-    /// Lets the `nth` generation of the answer, from 0, go on behind what was kept of it, unless that is older than
+    /// Lets the generation `nth` of the answer go on behind what was kept of it, unless that is older than
     /// `minimum`. What it returns keeps further tokens.
     fn go_on<'a>(
         &'a self,
@@ -60,7 +60,7 @@ pub struct Turn<'a> {
     pub sample: u64,
     /// Shared by the samples of one prompt, whose requests go to one engine while it has room.
     pub group: u64,
-    /// Id of its requests, which are made one after another.
+    /// Id of its first request, which those of others follow from.
     pub rid: Rid,
     /// How tokens are drawn.
     pub sampling: SamplingParams,
@@ -89,7 +89,7 @@ impl Turn<'_> {
         Ok(trajectory)
     }
 
-    /// The `nth` generation of this sample, from 0. Where `input_ids` leave no room in the context, it has no
+    /// A generation of this sample. `nth` tells it from others: the same one asks for the same draws. Where `input_ids` leave no room in the context, it has no
     /// tokens, and no engine is asked.
     ///
     /// # Errors
@@ -121,7 +121,8 @@ impl Turn<'_> {
                 replies: Vec::new(),
             });
         }
-        let mut request = GenerateRequest::new(self.rid, input_ids, sampling).with_affinity(self.group);
+        let mut request =
+            GenerateRequest::new(self.rid.generation(nth), input_ids, sampling).with_affinity(self.group);
         request.meter = self.meter.clone();
         request.priority = if self.evaluation { EVALUATION } else { 0 };
         let generation = match self.underway {

@@ -1,16 +1,20 @@
 //! Clients of an answer: what they are drawn at its address is its samples.
 
+use super::Echo;
 use super::many::Room;
+use async_trait::async_trait;
 use driftless_agent::chat::ChatTemplate;
 use driftless_agent::{Family, Tokenizer};
-use driftless_bridge::engine::{Digester, context};
+use driftless_bridge::engine::{Digester, Tell, context};
+use driftless_bridge::{GenerateRequest, Generation, Label};
 use driftless_trainer::Error;
 use driftless_trainer::hook::{Hook, HookOptions};
-use driftless_trainer::sample::Trajectory;
+use driftless_trainer::sample::{Engines, Trajectory};
 use driftless_trainer::tasks::tiny;
 use serde_json::json;
 use std::path::Path;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokio::sync::Barrier;
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
@@ -110,6 +114,40 @@ def answer(turn: Turn) -> None:
         let count = [whole, other].map(check_replies);
         assert_eq!(count, [3, 1], "a reply for each turn of a client");
     }
+}
+
+/// Echoes once as many requests are there.
+struct Together(Barrier);
+
+#[async_trait]
+impl Engines for Together {
+    async fn generate(
+        &self,
+        request: GenerateRequest,
+        minimum: Option<&Label>,
+        told: Tell<'_>,
+    ) -> driftless_bridge::Result<Generation> {
+        self.0.wait().await;
+        Echo.generate(request, minimum, told).await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_of_an_answer_are_drawn_side_by_side() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+from concurrent.futures import ThreadPoolExecutor
+
+@generate
+def answer(turn: Turn) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda part: converse(turn, part, 2), ["a", "b", "c", "d"]))
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let answer = room.answer_by(&Together(Barrier::new(4))).await.unwrap();
+    let lengths: Vec<_> =
+        answer.iter().map(|part| part.loss_mask.iter().filter(|mask| **mask == 1).count()).collect();
+    assert_eq!(lengths, [4; 4]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,7 +2,7 @@
 
 use super::{task, turn};
 use driftless_trainer::hook::{Hook, HookOptions};
-use driftless_trainer::sample::{Prompt, Trajectory};
+use driftless_trainer::sample::{Engines, Prompt, Trajectory, Turn};
 use driftless_trainer::tasks::Task;
 use serde_json::value::RawValue;
 use std::path::Path;
@@ -89,6 +89,12 @@ impl Room {
         let label = RawValue::from_string(format!("\"{}\"", sample % 10)).ok();
         let prompt = Prompt { label, ..self.prompt.clone() };
         self.task.generate(&prompt, &turn(sample)).await.map_err(|error| error.to_string())
+    }
+
+    /// The same, by other engines.
+    pub(super) async fn answer_by(&self, engines: &dyn Engines) -> Result<Vec<Trajectory>, String> {
+        let turn = Turn { engines, ..turn(0) };
+        self.task.generate(&self.prompt, &turn).await.map_err(|error| error.to_string())
     }
 
     /// Answers that are open together, in order.
