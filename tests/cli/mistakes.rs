@@ -465,6 +465,13 @@ fn flags_that_would_change_nothing_are_refused() {
         (&["--use-rollout-logprobs", "--use-tis"], "cannot be used with"),
         (&["--rm-url", "http://127.0.0.1:1", "--custom-rm-command", "true"], "cannot be used with"),
         (
+            &["--environment", "verifiers:a", "--custom-rm-command", "true"],
+            "'--environment <KIND:NAME>' cannot be used with '--custom-rm-command <HOOK>'",
+        ),
+        (&["--environment", "gym:a"], "expected KIND:NAME, where KIND is one of verifiers"),
+        (&["--environment", "verifiers:a", "--environment-args", "[]"], "expected an object of JSON"),
+        (&["--environment-args", "{}"], "--environment <KIND:NAME>"),
+        (
             &["--rm-url", "http://127.0.0.1:1", "--rm-type", "math"],
             "--rm-url: expected --rm-type remote_rm, or none, found math",
         ),

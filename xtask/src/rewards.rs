@@ -1,5 +1,5 @@
-//! Python packages that our rewards are compared with, that hooks call, that read what a run tells, and that call the
-//! gateway, in an environment of their own.
+//! Python packages that our rewards are compared with, that hooks call, that read what a run tells, that call the gateway, and
+//! whose environments are trained on; those that do not go together in environments of their own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,38 +8,75 @@ use std::process::Command;
 use crate::error::{Error, Result};
 use crate::{install, process};
 
-const PACKAGES: [&str; 5] = [
-    "math-verify==0.9.0",
-    "reasoning-gym==0.1.25",
-    "tensorboard==2.21.0",
-    "openai==3.57.0",
-    "anthropic==2.14.0",
-];
-/// The directory in the cache: another one for other packages.
-const HOME: &str = "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0";
+/// Packages in an environment.
+struct Home {
+    /// The directory in the cache: another one for other packages.
+    name: &'static str,
+    packages: &'static [&'static str],
+    /// What programs that the packages start with uv are made of, as wheels beside the environment.
+    programs: &'static [&'static str],
+}
+
+const HOMES: [&Home; 2] = [&REWARDS, &VERIFIERS];
+
+const REWARDS: Home = Home {
+    name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0",
+    packages: &[
+        "math-verify==0.9.0",
+        "reasoning-gym==0.1.25",
+        "tensorboard==2.21.0",
+        "openai==3.57.0",
+        "anthropic==2.14.0",
+    ],
+    programs: &[],
+};
+
+/// It wants an older client of OpenAI.
+const VERIFIERS: Home = Home {
+    name: "verifiers-0.4.0-textarena-0.7.4-uv-0.9.18",
+    packages: &["verifiers[ta]==0.4.0", "textarena==0.7.4", "uv==0.9.18"],
+    programs: &["openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
+};
+
+/// Directory of these wheels.
+const WHEELS: &str = "wheels";
 /// File whose presence says that the installation ran to its end.
 const MARKER: &str = "installed";
 
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
-    let found = cache.join(HOME).join(MARKER).is_file();
+    let found = HOMES.iter().all(|home| cache.join(home.name).join(MARKER).is_file());
     (!found).then(|| {
-        "math-verify, reasoning-gym, tensorboard, openai and anthropic (cargo xtask test --ci rewards)"
+        "math-verify, reasoning-gym, tensorboard, openai, anthropic and verifiers (cargo xtask test --ci rewards)"
             .to_owned()
     })
 }
 
-/// Its interpreter.
+/// The interpreter of the first.
 pub(crate) fn python(cache: &Path) -> PathBuf {
-    cache.join(HOME).join("bin/python")
+    cache.join(REWARDS.name).join("bin/python")
 }
 
-/// Installs them. What an interrupted installation left is begun anew.
+/// The interpreter that has verifiers, and the wheels of what that starts.
+pub(crate) fn verifiers(cache: &Path) -> (PathBuf, PathBuf) {
+    let home = cache.join(VERIFIERS.name);
+    (home.join("bin/python"), home.join(WHEELS))
+}
+
+/// Installs what is not there. What an interrupted installation left is begun anew.
 pub(crate) fn install(cache: &Path) -> Result<()> {
-    println!("rewards: {} from PyPI (0.2 GB)", PACKAGES.join(", "));
-    let home = cache.join(HOME);
-    process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&home))?;
-    process::run(install::pip(python(cache)).args(PACKAGES))?;
-    let marker = home.join(MARKER);
-    fs::write(&marker, "").map_err(Error::io(marker))
+    HOMES.iter().filter(|home| !cache.join(home.name).join(MARKER).is_file()).try_for_each(|home| {
+        println!("rewards: {} from PyPI (0.2 to 0.7 GB)", home.packages.join(", "));
+        let at = cache.join(home.name);
+        process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&at))?;
+        let python = at.join("bin/python");
+        process::run(install::pip(&python).args(home.packages))?;
+        if !home.programs.is_empty() {
+            let mut download = Command::new(&python);
+            download.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);
+            process::run(download.arg("--dest").arg(at.join(WHEELS)).args(home.programs))?;
+        }
+        let marker = at.join(MARKER);
+        fs::write(&marker, "").map_err(Error::io(marker))
+    })
 }

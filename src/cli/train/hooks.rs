@@ -73,7 +73,10 @@ pub(crate) struct HookArgs {
 
 /// The start of a hook's digest: what a command or a URL says may be secret.
 #[expect(clippy::ref_option, reason = "serde calls it so")]
-fn digest<S: Serializer>(hook: &Option<String>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+pub(super) fn digest<S: Serializer>(
+    hook: &Option<String>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
     let digest = |hook: &String| format!("digest {}", &blake3::hash(hook.as_bytes()).to_hex()[..8]);
     hook.as_ref().map(digest).serialize(serializer)
 }
@@ -132,6 +135,14 @@ impl RewardArgs {
         let generate = self.custom_generate_command.as_ref().map(|at| self.generate(at, checkpoint));
         let generate = generate.transpose()?.map(Arc::new);
         Ok(Task { source, generate, reward, filters: Filters::default() })
+    }
+
+    /// A hook of `--environment`, for the model of a checkpoint where it makes answers.
+    pub(super) fn environment(&self, command: &str, clients: Option<&Path>) -> Result<Hook> {
+        let options = HookOptions::new(command).with_processes(self.hook_processes);
+        let mut options = options.with_deadline(self.deadline());
+        options.clients = clients.map(Path::to_owned);
+        Ok(Hook::open("--environment", &options)?)
     }
 
     /// What makes answers; with an address for clients, if the checkpoint's conversations can be written.

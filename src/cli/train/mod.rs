@@ -1,5 +1,6 @@
 //! `driftless train`.
 
+mod environment;
 pub(crate) mod evaluation;
 pub(crate) mod hooks;
 mod learn;

@@ -1,5 +1,6 @@
 //! What `driftless train` learns: prompts, rewards and held-out prompts, from flags with slime's names.
 
+use super::environment::EnvironmentArgs;
 use super::evaluation::{EvalArgs, HeldOut, no_reward, warn_of_refused};
 use super::hooks::{HookArgs, missing};
 use crate::cli::data::{self, source};
@@ -11,7 +12,7 @@ use driftless::trainer::LossMask;
 #[cfg(feature = "torch")]
 use driftless::trainer::data::Order;
 use driftless::trainer::data::{Dataset, RowReader, Source};
-use driftless::trainer::hook::Hook;
+use driftless::trainer::hook::{Hook, Rm};
 use driftless::trainer::reward::Reward;
 use driftless::trainer::rollout::EvalSet;
 use driftless::trainer::tasks::problems::Kind;
@@ -49,6 +50,9 @@ pub(crate) struct TaskArgs {
     #[command(flatten)]
     #[serde(flatten)]
     hooks: HookArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    environment: EnvironmentArgs,
 }
 
 /// Files and their rows.
@@ -102,11 +106,15 @@ impl TaskArgs {
         if let Some(kind) = self.eval.kind() {
             return self.made_up(kind, checkpoint, seed);
         }
+        if let Some(command) = self.environment.command() {
+            return self.of_environment(&command, checkpoint);
+        }
         let reward = self.eval.reward()?.ok_or_else(no_reward);
         match self.hooks.data_source(&self.eval.rewards)? {
             Some(source) => self.sourced(source, checkpoint, reward?),
             None if self.prompt_data.is_empty() => {
-                let expected = "--prompt-data FILE, --data-source-command HOOK or --task NAME";
+                let expected =
+                    "--prompt-data FILE, --data-source-command HOOK, --environment KIND:NAME or --task NAME";
                 Err(missing("what to learn", expected))
             }
             None => self.of_files(checkpoint, reward?),
@@ -145,6 +153,14 @@ impl TaskArgs {
         let source = Sourced::new(source, RowReader::open(options, checkpoint)?);
         let task = self.task(Arc::new(source), checkpoint, reward)?;
         Ok(Chosen { task, context_len, held_out: None, epochs: None, rewarded: true })
+    }
+
+    /// Prompts, answers and rewards of an environment.
+    fn of_environment(&self, command: &str, checkpoint: &Path) -> Result<Chosen> {
+        let hook = |clients| self.eval.rewards.environment(command, clients);
+        let generate = Some(Arc::new(hook(Some(checkpoint))?));
+        let chosen = self.sourced(hook(None)?, checkpoint, Arc::new(Rm::new(hook(None)?)))?;
+        Ok(Chosen { task: Task { generate, ..chosen.task }, ..chosen })
     }
 
     /// Problems of a kind.

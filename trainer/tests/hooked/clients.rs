@@ -37,7 +37,7 @@ def converse(turn, question, turns):
 "#;
 
 /// A checkpoint of single bytes whose conversations are ChatML.
-fn checkpoint(dir: &Path) {
+pub(super) fn checkpoint(dir: &Path) {
     let mut letters: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
     letters.sort();
     let vocabulary: serde_json::Map<_, _> =

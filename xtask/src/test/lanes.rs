@@ -155,9 +155,14 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, environments of verifiers",
         needs: &[Need::Rewards],
-        programs: Tests::Some(&["trainer::hooks", "trainer::tensorboard", "agent::gateway"]),
+        programs: Tests::Some(&[
+            "trainer::hooks",
+            "trainer::hooked",
+            "trainer::tensorboard",
+            "agent::gateway",
+        ]),
         takes: &[],
         after: &[],
         run: with_rewards,
@@ -426,7 +431,12 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", &python))?;
     context.some(context.program("trainer::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
     let mut clients = context.program("agent::gateway")?;
-    context.some(clients.args(["--nocapture", "vendors_clients"]).env("DRIFTLESS_CLIENTS_PYTHON", python))
+    context.some(clients.args(["--nocapture", "vendors_clients"]).env("DRIFTLESS_CLIENTS_PYTHON", python))?;
+    let (python, wheels) = rewards::verifiers(&crate::cache_dir()?);
+    let mut played = context.program("trainer::hooked")?;
+    played.args(["--nocapture", "environment::"]).env("DRIFTLESS_VERIFIERS_PYTHON", python);
+    // Programs of its agents are made of what was installed.
+    context.some(played.envs([("UV_FIND_LINKS", wheels.as_os_str()), ("UV_NO_INDEX", "1".as_ref())]))
 }
 
 fn with_stores(context: &Context) -> Result<()> {

@@ -174,30 +174,40 @@ def _load(path: str) -> None:
     spec.loader.exec_module(module)
 
 
-async def _serve(path: str, asked: BinaryIO, lines: BinaryIO) -> None:
+async def _serve(path: str, open_max: int, asked: BinaryIO, lines: BinaryIO) -> None:
     server = _Server(path, lines)
-    lines.write(json.dumps({"announced": {"protocol": PROTOCOL, "open": OPEN}}).encode() + b"\n")
+    lines.write(json.dumps({"announced": {"protocol": PROTOCOL, "open": open_max}}).encode() + b"\n")
     lines.flush()
     await server.loop.connect_read_pipe(lambda: server, asked)
     await server.ended
 
 
-def main(arguments: list[str]) -> int:
-    """Runs a file of hooks until the loop closes the standard input."""
-    if not arguments or arguments[0].startswith("-"):
-        print("usage: python -m driftless_rl.hook FILE.py [ARGUMENT…]; see docs/hooks.md", file=sys.stderr)
-        return 2
-    path = os.path.abspath(arguments[0])
+def serve(path: str, open_max: int, load: Callable[[], None]) -> int:
+    """Answers the loop, ``open_max`` questions at once, until it closes the standard input.
+
+    Args:
+        path: the file that a failure is traced back to.
+        load: makes the functions known.
+    """
     # The protocol has these two pipes to itself: prints, also of libraries and children, go to standard error.
     asked, lines = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.argv = arguments
-    _load(path)
+    load()
     if not _functions.functions:
         print(f"{path}: expected a function decorated by driftless_rl.hook, found none", file=sys.stderr)
         return 2
-    asyncio.run(_serve(path, asked, lines))
+    asyncio.run(_serve(path, open_max, asked, lines))
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a file of hooks."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: python -m driftless_rl.hook FILE.py [ARGUMENT…]; see docs/hooks.md", file=sys.stderr)
+        return 2
+    path = os.path.abspath(arguments[0])
+    sys.argv = arguments
+    return serve(path, OPEN, lambda: _load(path))
