@@ -246,6 +246,7 @@ mod tests {
             spans_reported: true,
             finish: Finish::Length,
             retractions: 0,
+            cached_tokens: None,
             replies: Vec::new(),
         };
         generation.digested(before)

@@ -38,6 +38,7 @@ fn generation(answer: u64, input_ids: &[i32], tokens: &[(i32, u64)]) -> Generati
         spans_reported: true,
         finish: Finish::Stop,
         retractions: 0,
+        cached_tokens: None,
         replies: Vec::new(),
     };
     generation.digested(input_ids)

@@ -73,7 +73,10 @@ impl Engines for Says {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
-        })
+            cached_tokens: None,
+            replies: Vec::new(),
+        }
+        .digested(&request.input_ids))
     }
 }
 
