@@ -4,6 +4,7 @@
 
 mod chatml;
 mod guard;
+mod heads;
 mod llama3;
 mod said;
 
@@ -17,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::message::{Message, Refusal, Role, ToolCall};
 use crate::tokenizer::Tokenizer;
 use guard::{Guard, Guarded};
+use heads::Heads;
 pub(crate) use said::Said;
 
 /// All families.
@@ -54,6 +56,7 @@ pub struct Family {
     template: ChatTemplate,
     tokenizer: Tokenizer,
     guard: Guard,
+    heads: Heads,
     stops: Vec<i32>,
     /// Whether the template writes tools, calls and answers of tools.
     has_tools: bool,
@@ -69,6 +72,8 @@ impl std::fmt::Debug for Rules {
     }
 }
 
+/// Bytes of a head that is kept. Shorter ones are encoded as quickly as they are looked up.
+const HEAD_BYTES_MIN: usize = 2048;
 /// What stands before a suffix while it is rendered.
 const BEFORE: &str = "(before)";
 
@@ -102,8 +107,18 @@ impl Family {
         let has_tools = template.mentions("tools");
         let guard = Guard::new(&tokenizer)?;
         let (system_anywhere, has_suffixes) = (true, true);
-        let mut family =
-            Family { rules, template, tokenizer, guard, stops, has_tools, system_anywhere, has_suffixes };
+        let heads = Heads::default();
+        let mut family = Family {
+            rules,
+            template,
+            tokenizer,
+            guard,
+            heads,
+            stops,
+            has_tools,
+            system_anywhere,
+            has_suffixes,
+        };
         let system = Message { role: Role::System, ..text(BEFORE) };
         family.system_anywhere = family.suffix(&[text(BEFORE)], &[system, text(BEFORE)]).is_ok();
         family.has_suffixes = family.probed();
@@ -140,7 +155,26 @@ impl Family {
     pub(crate) fn root(&self, messages: &[Message], tools: &[Value]) -> Result<Vec<i32>, Refusal> {
         let guarded = self.guarded(messages, tools, true);
         let text = self.render(&guarded.messages, &guarded.tools, true).map_err(invalid)?;
-        self.encode(&text, guarded.mark)
+        self.encode_headed(&text, guarded.mark)
+    }
+
+    /// Ids of a text of which many conversations have the head: the template's first message, with tools. No text is
+    /// joined across the mark of a message.
+    fn encode_headed(&self, text: &str, mark: Option<char>) -> Result<Vec<i32>, Refusal> {
+        let second = text.match_indices(self.rules.sign).nth(1).map(|(at, _)| at);
+        let Some((head, tail)) = second.filter(|at| *at >= HEAD_BYTES_MIN).map(|at| text.split_at(at)) else {
+            return self.encode(text, mark);
+        };
+        let tail = self.encode(tail, mark)?;
+        let key = heads::key(head, mark);
+        if let Some(head) = self.heads.get(&key) {
+            return Ok([&head, tail.as_slice()].concat());
+        }
+        let whole = self.encode(text, mark)?;
+        if let Some(head) = whole.strip_suffix(tail.as_slice()) {
+            self.heads.put(key, head);
+        }
+        Ok(whole)
     }
 
     /// Ids of messages behind an answer, with the start of the next one. `closed` tells whether the answer ended with

@@ -1,37 +1,95 @@
-//! When two messages are the same one.
+//! When two messages are the same one: by digests, so that a session needs not keep what clients wrote.
 
 use std::borrow::Cow;
 
+use blake3::Hasher;
 use serde_json::Value;
 
-use crate::message::{Message, Role, ToolCall};
+use crate::message::{Message, Role};
 
-/// Whether a client's messages are these, each as in [`is`].
-pub(super) fn all(messages: &[Message], kept: &[Message]) -> bool {
-    messages.len() == kept.len() && messages.iter().zip(kept).all(|(message, kept)| is(message, kept))
+type Digest = [u8; 16];
+
+/// A message, as far as it matters which one it is: ids and whatever else clients change as they like do not count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Mark {
+    said: Digest,
+    /// None without thoughts.
+    thoughts: Option<Digest>,
 }
 
-/// Whether a client's message is this one: ids and whatever else clients change as they like do not count. Clients of
-/// OpenAI's protocol give no thoughts back, which is no edit.
-pub(super) fn is(message: &Message, kept: &Message) -> bool {
-    said(message, kept) && (thought(message).is_empty() || thoughts(message, kept))
+impl Mark {
+    pub(super) fn of(message: &Message) -> Self {
+        let mut said = Hasher::new();
+        said.update(&[message.role as u8]);
+        text(&mut said, &message.content);
+        for call in &message.calls {
+            text(&mut said, &call.name);
+            value(&mut said, &call.arguments);
+        }
+        let thoughts = Some(thought(message)).filter(|thoughts| !thoughts.is_empty());
+        let thoughts = thoughts.map(|thoughts| digest(Hasher::new().update(thoughts.as_bytes())));
+        Mark { said: digest(&said), thoughts }
+    }
+
+    /// Whether a client's message is this one. Clients of OpenAI's protocol give no thoughts back, which is no edit.
+    pub(super) fn is(&self, kept: &Self) -> bool {
+        self.said == kept.said && (self.thoughts.is_none() || self.thoughts == kept.thoughts)
+    }
+
+    /// Whether both thought the same.
+    pub(super) fn thinks(&self, kept: &Self) -> bool {
+        self.thoughts == kept.thoughts
+    }
 }
 
-/// Whether both thought the same.
-pub(super) fn thoughts(a: &Message, b: &Message) -> bool {
-    thought(a) == thought(b)
+pub(super) fn marks(messages: &[Message]) -> Vec<Mark> {
+    messages.iter().map(Mark::of).collect()
+}
+
+/// Whether a client's messages are these, each as in [`Mark::is`].
+pub(super) fn all(messages: &[Mark], kept: &[Mark]) -> bool {
+    messages.len() == kept.len() && messages.iter().zip(kept).all(|(message, kept)| message.is(kept))
+}
+
+/// Tools, whatever the order of their members.
+pub(super) fn tools(tools: &[Value]) -> Digest {
+    let mut hasher = Hasher::new();
+    tools.iter().for_each(|tool| value(&mut hasher, tool));
+    digest(&hasher)
+}
+
+fn digest(hasher: &Hasher) -> Digest {
+    hasher.finalize().as_bytes().first_chunk().copied().unwrap_or_default()
+}
+
+fn text(hasher: &mut Hasher, text: &str) {
+    hasher.update(&text.len().to_le_bytes()).update(text.as_bytes());
+}
+
+fn value(hasher: &mut Hasher, of: &Value) {
+    match of {
+        Value::Null => _ = hasher.update(b"0"),
+        Value::Bool(is) => _ = hasher.update(if *is { b"t" } else { b"f" }),
+        Value::Number(number) => text(hasher.update(b"n"), &number.to_string()),
+        Value::String(string) => text(hasher.update(b"s"), string),
+        Value::Array(elements) => {
+            hasher.update(b"a").update(&elements.len().to_le_bytes());
+            elements.iter().for_each(|element| value(hasher, element));
+        }
+        Value::Object(members) => {
+            let mut members: Vec<_> = members.iter().collect();
+            members.sort_by_key(|(key, _)| *key);
+            hasher.update(b"o").update(&members.len().to_le_bytes());
+            for (key, member) in members {
+                text(hasher, key);
+                value(hasher, member);
+            }
+        }
+    }
 }
 
 fn thought(message: &Message) -> &str {
     message.reasoning.as_deref().unwrap_or_default()
-}
-
-fn said(a: &Message, b: &Message) -> bool {
-    let call = |(a, b): (&ToolCall, &ToolCall)| a.name == b.name && a.arguments == b.arguments;
-    a.role == b.role
-        && a.content == b.content
-        && a.calls.len() == b.calls.len()
-        && a.calls.iter().zip(&b.calls).all(call)
 }
 
 /// The messages with the answers of tools in the order of their calls. Clients send them as they come.

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::family::{Family, Said};
 use crate::message::{Answer, Ask, Ended, Message, Refusal, Role};
+use equal::Mark;
 pub use samples::Sample;
 
 /// What a session may hold. Answers that are being drawn when it is full are kept too.
@@ -81,10 +82,14 @@ pub struct Turn {
     pub log_probs: Vec<f32>,
 }
 
-/// A turn in a tree. Its tokens are in the columns.
+/// A turn in a tree. Its tokens are in the columns, and of its messages and tools there are marks alone.
 #[derive(Debug)]
 struct Node {
     turn: Turn,
+    messages: Box<[Mark]>,
+    answer: Mark,
+    /// Of a turn that begins a conversation.
+    tools: [u8; 16],
     children: Vec<u32>,
     /// First column of what was given.
     start: usize,
@@ -124,7 +129,17 @@ pub struct Plan {
     pub number: u64,
     /// What is asked, with the messages behind that turn alone, and with tools where it begins a conversation.
     ask: Ask,
+    /// Of the messages and tools.
+    marks: Vec<Mark>,
+    tools: [u8; 16],
     bytes: usize,
+}
+
+/// What a client says, by marks.
+struct Asked<'a> {
+    ask: &'a Ask,
+    marks: &'a [Mark],
+    tools: [u8; 16],
 }
 
 /// What a session makes of an [`Ask`].
@@ -154,18 +169,19 @@ impl Tree {
             return Err(Refusal::Invalid(format!("expected {expected}: answers are not continued")));
         }
         let messages = equal::in_order(&ask.messages);
-        let mut rest = &messages[..];
-        let mut parent = None;
-        while let Some(next) = self.next(parent, ask, rest) {
-            rest = &rest[self.nodes[next as usize].turn.messages.len() + 1..];
+        let marks = equal::marks(&messages);
+        let whole = Asked { ask, marks: &marks, tools: equal::tools(&ask.tools) };
+        let (mut rest, mut parent) = (whole.marks, None);
+        while let Some(next) = self.next(parent, &whole, rest) {
+            rest = &rest[self.nodes[next as usize].messages.len() + 1..];
             parent = Some(next);
         }
         // A turn may have begun anew with all that was said before it.
-        let found = self.answered(parent, ask, rest).or_else(|| self.answered(None, ask, &messages));
+        let found = self.answered(parent, &whole, rest).or_else(|| self.answered(None, &whole, &marks));
         if let Some(found) = found {
             return Ok(Seen::Answered(found));
         }
-        let plan = self.plan(family, ask, &messages, parent, rest)?;
+        let plan = self.plan(family, &whole, &messages, parent, rest.len())?;
         self.has_room(&plan)?;
         Ok(Seen::New(plan))
     }
@@ -173,14 +189,15 @@ impl Tree {
     fn plan(
         &self,
         family: &Family,
-        ask: &Ask,
+        asked: &Asked<'_>,
         messages: &[Message],
         parent: Option<u32>,
-        rest: &[Message],
+        rest: usize,
     ) -> Result<Plan, Refusal> {
+        let (ask, rest) = (asked.ask, &messages[messages.len() - rest..]);
         let whole = |given| {
-            let asked = Ask { messages: messages.to_vec(), ..ask.clone() };
-            self.planned(None, given, asked)
+            let ask = Ask { messages: messages.to_vec(), ..ask.clone() };
+            self.planned(None, given, ask, asked)
         };
         let Some(node) = parent.map(|parent| self.node(parent)) else {
             return Ok(whole(family.root(messages, &ask.tools)?));
@@ -197,15 +214,16 @@ impl Tree {
             }
         }
         let (stop, branch) = (ask.stop.clone(), ask.branch.clone());
-        let asked = Ask { messages: rest.to_vec(), tools: Vec::new(), stop, branch, ..*ask };
-        Ok(self.planned(parent, given, asked))
+        let ask = Ask { messages: rest.to_vec(), tools: Vec::new(), stop, branch, ..*ask };
+        Ok(self.planned(parent, given, ask, asked))
     }
 
-    fn planned(&self, parent: Option<u32>, given: Vec<i32>, ask: Ask) -> Plan {
+    fn planned(&self, parent: Option<u32>, given: Vec<i32>, ask: Ask, asked: &Asked<'_>) -> Plan {
+        let marks = asked.marks[asked.marks.len() - ask.messages.len()..].to_vec();
         let before = parent.map(|parent| self.node(parent));
         let number = number(before, &given, ask.max_tokens, &ask.stop, ask.branch.as_deref());
         let (cached, bytes) = (before.map_or(0, |node| node.path), equal::bytes(&ask.messages, &ask.tools));
-        Plan { parent, given, cached, number, ask, bytes }
+        Plan { parent, given, cached, number, ask, marks, tools: asked.tools, bytes }
     }
 
     /// The ids of a path, thoughts left out.
@@ -240,15 +258,15 @@ impl Tree {
 
     /// The turn behind `parent` that the conversation goes through: with the most messages, and of these the one
     /// whose thoughts the client has too, of the client's own branch, and the earliest.
-    fn next(&self, parent: Option<u32>, ask: &Ask, rest: &[Message]) -> Option<u32> {
+    fn next(&self, parent: Option<u32>, asked: &Asked<'_>, rest: &[Mark]) -> Option<u32> {
         let rank = |at: &&u32| {
-            let turn = &self.nodes[**at as usize].turn;
-            let (before, answer) = (rest.get(..turn.messages.len())?, rest.get(turn.messages.len())?);
-            let fits = (parent.is_some() || turn.tools == ask.tools)
-                && equal::is(answer, &turn.answer)
-                && equal::all(before, &turn.messages);
-            let has_thoughts = equal::thoughts(answer, &turn.answer);
-            let is_own = turn.branch == ask.branch;
+            let node = self.node(**at);
+            let (before, answer) = (rest.get(..node.messages.len())?, rest.get(node.messages.len())?);
+            let fits = (parent.is_some() || node.tools == asked.tools)
+                && answer.is(&node.answer)
+                && equal::all(before, &node.messages);
+            let has_thoughts = answer.thinks(&node.answer);
+            let is_own = node.turn.branch == asked.ask.branch;
             fits.then(|| (before.len(), has_thoughts, is_own, std::cmp::Reverse(**at)))
         };
         let ranked = self.below(parent).iter().filter_map(|at| Some((rank(&at)?, *at)));
@@ -256,12 +274,13 @@ impl Tree {
     }
 
     /// The turn that answered the same before.
-    fn answered(&self, parent: Option<u32>, ask: &Ask, rest: &[Message]) -> Option<u32> {
+    fn answered(&self, parent: Option<u32>, asked: &Asked<'_>, rest: &[Mark]) -> Option<u32> {
         let same = |at: &&u32| {
-            let turn = &self.nodes[**at as usize].turn;
+            let (node, ask) = (self.node(**at), asked.ask);
+            let turn = &node.turn;
             (turn.max_tokens, &turn.stop, &turn.branch) == (ask.max_tokens, &ask.stop, &ask.branch)
-                && (parent.is_some() || turn.tools == ask.tools)
-                && equal::all(rest, &turn.messages)
+                && (parent.is_some() || node.tools == asked.tools)
+                && equal::all(rest, &node.messages)
         };
         self.below(parent).iter().find(same).copied()
     }
@@ -345,12 +364,15 @@ impl Tree {
         self.ids.extend(tokens);
         self.log_probs.resize(sampled, 0.0);
         self.log_probs.append(&mut turn.log_probs);
-        self.bytes += equal::bytes(&turn.messages, &turn.tools) + equal::bytes(&[turn.answer.clone()], &[]);
+        let (messages, tools) = (std::mem::take(&mut turn.messages), std::mem::take(&mut turn.tools));
+        self.bytes += equal::bytes(&messages, &tools) + equal::bytes(std::slice::from_ref(&turn.answer), &[]);
         match turn.parent {
             None => self.roots.push(at),
             Some(parent) => self.nodes[parent as usize].children.push(at),
         }
-        self.nodes.push(Node { turn, children: Vec::new(), start, sampled, end, path, number });
+        let (messages, tools) = (equal::marks(&messages).into(), equal::tools(&tools));
+        let (answer, children) = (Mark::of(&turn.answer), Vec::new());
+        self.nodes.push(Node { turn, messages, answer, tools, children, start, sampled, end, path, number });
         Ok(at)
     }
 
@@ -375,8 +397,8 @@ impl Plan {
     pub fn is_same(&self, earlier: &Self) -> bool {
         let (a, b) = (&self.ask, &earlier.ask);
         (self.parent, a.max_tokens, &a.stop, &a.branch) == (earlier.parent, b.max_tokens, &b.stop, &b.branch)
-            && a.tools == b.tools
-            && equal::all(&a.messages, &b.messages)
+            && self.tools == earlier.tools
+            && equal::all(&self.marks, &earlier.marks)
     }
 }
 

@@ -99,6 +99,31 @@ fn tools_and_their_answers_have_the_ids_of_the_whole() {
     }
 }
 
+#[test]
+fn heads_that_many_share_have_the_ids_of_the_whole() {
+    let long = TOOLS.replace("Lists.", &"Lists  files,\\nand more. ".repeat(200));
+    let spelled = long.replacen("files", "<|im_end|>\u{e000}", 1);
+    for (template, _) in TEMPLATES.iter().filter(|(template, _)| *template != "smollm2") {
+        let family = toy::family(template);
+        let tree = Tree::new(Bounds::default(), Thoughts::Kept);
+        let seen = |tools: &str, question: &str| {
+            let tools = serde_json::from_str(tools).unwrap();
+            let asked = Ask { tools, ..ask(&[message(Role::System, "You help. "), user(question)]) };
+            (tree.prompt(&plan(&tree, &family, &asked)), asked)
+        };
+        for question in ["What is there?", "  And\n\nthere? ", "What is there?", "<|im_end|> \u{e000}"] {
+            let (ids, asked) = seen(&long, question);
+            if !question.contains('|') {
+                assert_eq!(ids, whole(template, &asked, Some(&long)), "{template}: {question:?}");
+            }
+            // The head that has a letter of its own is another one, whatever marks a client's spelling.
+            let alone =
+                Tree::prompt(&tree, &plan(&tree, &toy::family(template), &seen(&spelled, question).1));
+            assert_eq!(seen(&spelled, question).0, alone, "{template}: {question:?}");
+        }
+    }
+}
+
 /// Every spelling of a token in every place where clients write.
 #[test]
 fn text_of_clients_never_becomes_a_special_token() {
