@@ -4,7 +4,7 @@ mod ask;
 mod draw;
 mod record;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -34,7 +34,8 @@ pub struct Settings {
     pub bounds: Bounds,
     /// What becomes of thoughts once the user asks something else.
     pub thoughts: Thoughts,
-    /// Sessions that are open at once, at most.
+    /// Sessions that are open at once, at most. As many names of closed ones are not given again; older ones are
+    /// forgotten.
     pub sessions: usize,
     /// Asks of one session that are answered at once, at most.
     pub asks: usize,
@@ -91,7 +92,25 @@ struct Inner<D> {
 #[derive(Debug, Default)]
 struct Book {
     open: HashMap<String, Arc<Session>>,
-    closed: HashSet<String>,
+    closed: Closed,
+}
+
+/// Names of sessions that were closed, the latest last.
+#[derive(Debug, Default)]
+struct Closed {
+    names: HashSet<String>,
+    order: VecDeque<String>,
+}
+
+impl Closed {
+    fn insert(&mut self, name: &str, most: usize) {
+        if self.names.insert(name.to_owned()) {
+            self.order.push_back(name.to_owned());
+        }
+        while self.order.len() > most {
+            self.order.pop_front().map(|oldest| self.names.remove(&oldest));
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -161,7 +180,7 @@ impl<D: Draw> Sessions<D> {
         book.open.remove(session);
         // Without a journal a name that was given once is not told from one that never was.
         if self.inner.journal.is_some() {
-            book.closed.insert(session.to_owned());
+            book.closed.insert(session, self.inner.settings.sessions);
         }
         Ok(())
     }
@@ -182,8 +201,7 @@ fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<(Book, Vec<bool>),
     let mut names = Vec::with_capacity(records.len());
     for bytes in records {
         let Record { session, step, .. } = Record::from_bytes(bytes)?;
-        // The end of a session is of use for good: its name is not given again.
-        names.push((step != Step::Closed).then(|| session.clone()));
+        names.push((session.clone(), step == Step::Closed));
         match step {
             Step::Opened { key, sampling } => {
                 let opening = Opening { key, sampling: sampling.into() };
@@ -197,11 +215,16 @@ fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<(Book, Vec<bool>),
             }
             Step::Closed => {
                 trees.remove(&session);
-                book.closed.insert(session);
+                book.closed.insert(&session, settings.sessions);
             }
         }
     }
-    let kept = names.iter().map(|name| name.as_ref().is_none_or(|name| trees.contains_key(name))).collect();
+    // The end of a session is of use while its name is not given again.
+    let is_kept = |(name, is_end): &(String, bool)| match is_end {
+        true => book.closed.names.contains(name),
+        false => trees.contains_key(name),
+    };
+    let kept = names.iter().map(is_kept).collect();
     let open = trees.into_iter();
     book.open = open.map(|(name, (opening, tree))| (name, Session::of(opening, tree, settings))).collect();
     Ok((book, kept))
@@ -230,7 +253,7 @@ impl<D: Draw> Inner<D> {
         if let Some(found) = book.open.get(session) {
             return Ok(found.clone());
         }
-        match book.closed.contains(session) {
+        match book.closed.names.contains(session) {
             true => Err(Refusal::Over(format!("session `{session}` was closed"))),
             false => Err(Refusal::Unknown(format!("there is no session `{session}`"))),
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use driftless_agent::Sessions;
-use driftless_agent::message::{Ask, Converse as _, Message, Role};
+use driftless_agent::message::{Ask, Converse as _, Message, Refusal, Role};
 use driftless_agent::session::{Sample, Thoughts};
 use driftless_agent::sessions::Settings;
 use driftless_bridge::SamplingParams;
@@ -151,10 +151,39 @@ async fn closed_sessions_leave_the_journal_and_stay_closed() {
     assert!(std::fs::metadata(&journal).unwrap().len() < before / 4);
     assert_eq!(sessions.ask("t", ask(&[user("Hi")])).await.unwrap(), kept);
     let said = sessions.ask("s", ask(&[user("Hi")])).await;
-    assert!(matches!(said, Err(driftless_agent::message::Refusal::Over(_))), "{said:?}");
+    assert!(matches!(said, Err(Refusal::Over(_))), "{said:?}");
     let other = SamplingParams { temperature: 0.1, ..basic::opening().sampling };
     let other = driftless_agent::sessions::Opening { sampling: other, ..basic::opening() };
     let said = sessions.open("t", other).await;
-    assert!(matches!(said, Err(driftless_agent::message::Refusal::Invalid(_))), "{said:?}");
+    assert!(matches!(said, Err(Refusal::Invalid(_))), "{said:?}");
     sessions.open("t", basic::opening()).await.unwrap();
+}
+
+#[tokio::test]
+async fn names_of_closed_sessions_are_forgotten_in_turn() {
+    let home = tempfile::tempdir().unwrap();
+    let journal = home.path().join("journal");
+    let script = Arc::new(Script::new("qwen3", &[]));
+    let open = || {
+        let settings = Settings { sessions: 2, visitors: Some(basic::opening()), ..Settings::default() };
+        Sessions::open_journal(&journal, toy::family("qwen3"), script.clone(), settings)
+    };
+    let mut sessions = open().unwrap();
+    for name in ["a", "b", "c"] {
+        sessions.ask(name, ask(&[user("Hi")])).await.unwrap();
+        sessions.close(name).await.unwrap();
+    }
+    for _ in 0..2 {
+        let over = |name| sessions.open(name, basic::opening());
+        assert!(matches!(over("b").await, Err(Refusal::Over(_))) && over("c").await.is_err());
+        sessions.open("a", basic::opening()).await.unwrap();
+        assert!(sessions.samples("a", false, usize::MAX).await.unwrap().is_empty(), "another one");
+        drop(sessions);
+        sessions = loop {
+            if let Ok(sessions) = open() {
+                break sessions;
+            }
+            std::thread::yield_now();
+        };
+    }
 }
