@@ -84,7 +84,8 @@ fn measure(served: &Served, home: &Path) {
         talks.body(0).len() / 1000,
         shown(first)
     );
-    let columns = tokens.iter().sum::<u64>() * 8;
+    // An id of each token, and a log-probability of each that was sampled, which are few.
+    let columns = tokens.iter().sum::<u64>() * 4;
     let taken = served.resident().saturating_sub(before);
     println!(
         "a session at rest: {} kB, of which columns of tokens {} kB, and the rest {} kB",

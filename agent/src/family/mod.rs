@@ -9,6 +9,7 @@ mod llama3;
 mod said;
 
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use minijinja::Value as Rendered;
 use serde_json::{Value, json};
@@ -57,6 +58,8 @@ pub struct Family {
     tokenizer: Tokenizer,
     guard: Guard,
     heads: Heads,
+    /// What the template made of [`BEFORE`] when it was last rendered. A template may write the date.
+    before: Mutex<Arc<str>>,
     stops: Vec<i32>,
     /// Whether the template writes tools, calls and answers of tools.
     has_tools: bool,
@@ -107,13 +110,14 @@ impl Family {
         let has_tools = template.mentions("tools");
         let guard = Guard::new(&tokenizer)?;
         let (system_anywhere, has_suffixes) = (true, true);
-        let heads = Heads::default();
+        let (heads, before) = (Heads::default(), Mutex::new("".into()));
         let mut family = Family {
             rules,
             template,
             tokenizer,
             guard,
             heads,
+            before,
             stops,
             has_tools,
             system_anywhere,
@@ -184,10 +188,22 @@ impl Family {
             return Ok(None);
         }
         let guarded = self.guarded(messages, &[], false);
-        let suffix = self.suffix(&[text(BEFORE)], &guarded.messages).map_err(invalid)?;
-        let Some(suffix) = suffix else { return Ok(None) };
+        let Some(suffix) = self.behind_one(&guarded.messages).map_err(invalid)? else { return Ok(None) };
         let end = if closed { "" } else { self.rules.end };
         self.encode(&[end, self.rules.seam, &suffix].concat(), guarded.mark).map(Some)
+    }
+
+    /// [`Family::suffix`] behind [`BEFORE`], which is seldom rendered for it.
+    fn behind_one(&self, messages: &[Message]) -> Result<Option<String>, String> {
+        let one = [text(BEFORE)];
+        let all = self.render(&[&one, messages].concat(), &[], true)?;
+        let lock = || self.before.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = lock().clone();
+        if let Some(suffix) = all.strip_prefix(&*before).filter(|_| !before.is_empty()) {
+            return Ok(Some(suffix.to_owned()));
+        }
+        *lock() = self.render(&one, &[], false)?.into();
+        self.suffix(&one, messages)
     }
 
     /// What the template writes of messages behind others, with the start of an answer.

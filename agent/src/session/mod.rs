@@ -97,6 +97,8 @@ struct Node {
     sampled: usize,
     /// One past its last column.
     end: usize,
+    /// The first of its log-probabilities. There is one of each sampled token.
+    log_prob: usize,
     /// Tokens of the path from the root, its own with them.
     path: u64,
     /// As [`Plan::number`].
@@ -360,9 +362,11 @@ impl Tree {
         let start = self.ids.len();
         let sampled = start + given.len();
         let end = sampled + tokens.len();
+        let log_prob = self.log_probs.len();
+        grow(&mut self.ids, end - start);
         self.ids.extend(given);
         self.ids.extend(tokens);
-        self.log_probs.resize(sampled, 0.0);
+        grow(&mut self.log_probs, end - sampled);
         self.log_probs.append(&mut turn.log_probs);
         let (messages, tools) = (std::mem::take(&mut turn.messages), std::mem::take(&mut turn.tools));
         self.bytes += equal::bytes(&messages, &tools) + equal::bytes(std::slice::from_ref(&turn.answer), &[]);
@@ -371,8 +375,11 @@ impl Tree {
             Some(parent) => self.nodes[parent as usize].children.push(at),
         }
         let (messages, tools) = (equal::marks(&messages).into(), equal::tools(&tools));
-        let (answer, children) = (Mark::of(&turn.answer), Vec::new());
-        self.nodes.push(Node { turn, messages, answer, tools, children, start, sampled, end, path, number });
+        let answer = Mark::of(&turn.answer);
+        let children = Vec::new();
+        let node =
+            Node { turn, messages, answer, tools, children, start, sampled, end, log_prob, path, number };
+        self.nodes.push(node);
         Ok(at)
     }
 
@@ -399,6 +406,13 @@ impl Plan {
         (self.parent, a.max_tokens, &a.stop, &a.branch) == (earlier.parent, b.max_tokens, &b.stop, &b.branch)
             && self.tools == earlier.tools
             && equal::all(&self.marks, &earlier.marks)
+    }
+}
+
+/// Makes room for `more` and an eighth of what is there: a column at rest takes little more than its tokens.
+fn grow<T>(column: &mut Vec<T>, more: usize) {
+    if column.capacity() - column.len() < more {
+        column.reserve_exact(more.max(column.len() / 8));
     }
 }
 

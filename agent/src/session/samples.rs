@@ -84,7 +84,7 @@ impl Tree {
             start: start + shift,
             end: end + shift,
         }));
-        sample.log_probs.extend(&self.log_probs[node.sampled..node.end]);
+        sample.log_probs.extend(&self.log_probs[node.log_prob..][..node.end - node.sampled]);
         sample.loss_mask.resize(sample.log_probs.len(), u8::from(is_trained));
         sample.turns += 1;
     }

@@ -46,11 +46,13 @@ impl Record {
     }
 
     /// Its JSON's length, its JSON, and the tokens of a turn.
-    pub(super) fn to_bytes(&self) -> Result<Vec<u8>, serde_json::Error> {
-        let Step::Turned(turn) = &self.step else { return framed(self) };
+    pub(super) fn to_bytes(mut self) -> Result<Vec<u8>, serde_json::Error> {
+        if let Step::Turned(turn) = &self.step {
+            (self.given, self.sampled) = (turn.given.len(), turn.sampled.len());
+        }
+        let mut bytes = framed(&self)?;
+        let Step::Turned(turn) = &self.step else { return Ok(bytes) };
         let Turn { given, sampled, log_probs, .. } = turn.as_ref();
-        let counted = Record { given: given.len(), sampled: sampled.len(), ..self.clone() };
-        let mut bytes = framed(&counted)?;
         bytes.extend(given.iter().chain(sampled).flat_map(|id| id.to_le_bytes()));
         bytes.extend(log_probs.iter().flat_map(|log_prob| log_prob.to_le_bytes()));
         Ok(bytes)
