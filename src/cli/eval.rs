@@ -176,6 +176,7 @@ fn options(args: Args, scratch: &Path) -> Result<EvaluateOptions> {
         .with_trust_keys(keys::trusted(&args.trust_key)?)
         .with_rollout_max_context_len(args.eval.context_len())
         .with_seed(args.seed)
+        .with_hook_retries(args.eval.rewards.hook_retries)
         .with_server_concurrency(args.draw.sglang_server_concurrency)
         .with_generate_deadline(Duration::from_secs(args.draw.generate_deadline))
         .with_update_deadline(Duration::from_secs(args.update_deadline)))

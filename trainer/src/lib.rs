@@ -30,5 +30,5 @@ mod train;
 pub mod verify;
 
 pub use driftless_agent::chat::{ChatTemplate, LossMask};
-pub use error::{Error, Result};
+pub use error::{Error, Failure, Result};
 pub use train::{Outcome, TrainOptions, replay, train};

@@ -1,6 +1,6 @@
 //! What a step did, one JSON line a step: the data of the final table and of the dashboard's charts.
 
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Failure, Result, io};
 use crate::goodput::Goodput;
 use driftless_store::ContentDigest;
 use driftless_transport::gc::Phases;
@@ -50,6 +50,12 @@ pub struct StepMetrics {
     /// Groups that were left out because a sample was not generated or got no reward.
     #[serde(default)]
     pub groups_failed: u64,
+    /// Attempts at answers that failed since the step before, by why; none of them is learned from.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub answers_failed: BTreeMap<Failure, u64>,
+    /// Those of them after which the answer was made again.
+    #[serde(default)]
+    pub answers_made_again: u64,
     /// Groups that the filter left out.
     #[serde(default)]
     pub groups_filtered: u64,

@@ -6,7 +6,7 @@ use std::time::Duration;
 use driftless_http::client_builder;
 use tokio::sync::Semaphore;
 
-use crate::error::{Result, input, short};
+use crate::error::{Failure, Result, input, short};
 
 /// Questions that a service has at once; more wait here.
 const AT_ONCE: usize = 256;
@@ -20,16 +20,18 @@ pub(crate) const LOOK: &str =
 pub(crate) struct Silent {
     pub(crate) found: String,
     pub(crate) todo: &'static str,
+    pub(crate) failure: Failure,
 }
 
 impl Silent {
     pub(crate) fn new(found: impl fmt::Display) -> Self {
-        Silent { found: found.to_string(), todo: LOOK }
+        Silent { found: found.to_string(), todo: LOOK, failure: Failure::Environment }
     }
 
     pub(crate) fn late(deadline: Duration) -> Self {
         let found = format!("nothing after {} s", deadline.as_secs_f64());
-        Silent { found, todo: "make it faster, or give it longer with `HookOptions::deadline`" }
+        let todo = "make it faster, or give it longer with `HookOptions::deadline`";
+        Silent { found, todo, failure: Failure::Deadline }
     }
 }
 

@@ -57,7 +57,7 @@ pub(crate) struct EvalArgs {
     eval_max_response_len: Option<u32>,
     #[command(flatten)]
     #[serde(flatten)]
-    pub(super) rewards: RewardArgs,
+    pub(crate) rewards: RewardArgs,
     #[command(flatten)]
     #[serde(flatten)]
     pub(super) data: DataOptions,

@@ -4,6 +4,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
+use driftless::trainer::rollout::HOOK_RETRIES;
 use driftless::trainer::tasks::{DataSource, Task};
 use serde::{Serialize as _, Serializer};
 use std::path::Path;
@@ -44,6 +45,10 @@ pub(crate) struct RewardArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
     #[serde(skip)]
     hook_deadline: u64,
+    /// Times that an answer is made again, with other draws, whose environment died or whose hook was late.
+    #[arg(long, value_name = "N", default_value_t = HOOK_RETRIES, value_parser = numbers::ordinal())]
+    #[serde(skip)]
+    pub(crate) hook_retries: u64,
 }
 
 /// What is learned from, of the same form.

@@ -594,6 +594,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_max_skipped_steps(learn.max_skipped_steps)
             .with_learn(learn.options(&run)?)
             .with_seed(args.seed)
+            .with_hook_retries(args.task.hook_retries())
             .with_generate_deadline(Duration::from_secs(rollout.draw.generate_deadline));
     update.apply(options)
 }

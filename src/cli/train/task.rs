@@ -101,6 +101,11 @@ impl TaskArgs {
         settings.into_iter().map(|(name, value)| (name, text(value))).collect()
     }
 
+    /// Times that an answer is made again.
+    pub(crate) fn hook_retries(&self) -> u64 {
+        self.eval.rewards.hook_retries
+    }
+
     /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task.
     pub(crate) fn choose(&self, checkpoint: &Path, seed: u64) -> Result<Chosen> {
         if let Some(kind) = self.eval.kind() {

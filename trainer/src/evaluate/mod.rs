@@ -30,7 +30,7 @@ use tokio::runtime::Runtime;
 use crate::error::{Error, Result, input, io};
 use crate::learner::MODEL;
 use crate::metrics::EvalMetrics;
-use crate::rollout::{EvalSet, RolloutOptions, Rollouts, open_log};
+use crate::rollout::{EvalSet, HOOK_RETRIES, RolloutOptions, Rollouts, open_log};
 use crate::seed::first_bits;
 
 pub use versions::Wanted;
@@ -79,6 +79,8 @@ pub struct EvaluateOptions {
     pub server_concurrency: usize,
     /// How long one answer may take, retries included.
     pub generate_deadline: Duration,
+    /// Times that an answer is made again whose hook died or was late.
+    pub hook_retries: u64,
     /// How long an engine may take to come to a version.
     pub update_deadline: Duration,
 }
@@ -128,6 +130,7 @@ impl EvaluateOptions {
             seed: 1,
             server_concurrency: 512,
             generate_deadline: Duration::from_secs(600),
+            hook_retries: HOOK_RETRIES,
             update_deadline: Duration::from_secs(600),
         }
     }
@@ -289,6 +292,7 @@ impl Evaluation {
             seed: options.seed,
             rollout_max_context_len: options.rollout_max_context_len,
             vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
+            hook_retries: options.hook_retries,
             ..RolloutOptions::new(1, 1)
         };
         let [first, ..] = &options.sets[..] else {

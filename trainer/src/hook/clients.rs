@@ -4,13 +4,13 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use driftless_agent::gateway::{Gateway, GatewayOptions};
-use driftless_agent::message::Refusal;
+use driftless_agent::message::{Answer, Ask, Converse, Refusal};
 use driftless_agent::sessions::{Draw, Opening, Sessions, Settings};
 use driftless_agent::{Family, session::Sample};
 use driftless_bridge::{Generation, SamplingParams};
@@ -44,6 +44,8 @@ struct Seats(Mutex<HashMap<String, Answering>>);
 struct Answering {
     asks: mpsc::Sender<Asked>,
     busy: Arc<watch::Sender<Busy>>,
+    /// Whether the gateway refused what a client asked for last.
+    refused: Arc<AtomicBool>,
 }
 
 /// Tokens that are to be drawn.
@@ -72,7 +74,8 @@ impl Clients {
         let mut options = GatewayOptions::new(false);
         options.asks_max = ASKS_MAX;
         let free = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let gateway = Gateway::start(free, options, sessions.clone())?;
+        let heard = Heard { sessions: sessions.clone(), seats: seats.clone() };
+        let gateway = Gateway::start(free, options, Arc::new(heard))?;
         Ok(Clients { gateway, sessions, seats, opened: AtomicU64::new(0) })
     }
 
@@ -83,12 +86,15 @@ impl Clients {
         let api_key = format!("{:032x}", rand::random::<u128>());
         let (sender, asks) = mpsc::channel(WAITING_MAX);
         let busy = Arc::new(watch::Sender::new(Busy { asks: 0, since: Instant::now() }));
-        self.seats.lock().insert(session.clone(), Answering { asks: sender, busy: busy.clone() });
+        let refused = Arc::new(AtomicBool::new(false));
+        let answering = Answering { asks: sender, busy: busy.clone(), refused: refused.clone() };
+        self.seats.lock().insert(session.clone(), answering);
         let seat = Seat {
             base_url: format!("http://{}/s/{session}/v1", self.gateway.addr()),
             api_key: api_key.clone(),
             asks,
             busy: busy.subscribe(),
+            refused,
             session,
             sessions: self.sessions.clone(),
             seats: self.seats.clone(),
@@ -108,6 +114,7 @@ pub(super) struct Seat {
     pub(super) api_key: String,
     asks: mpsc::Receiver<Asked>,
     busy: watch::Receiver<Busy>,
+    refused: Arc<AtomicBool>,
     session: String,
     sessions: Arc<Sessions<Arc<Seats>>>,
     seats: Arc<Seats>,
@@ -123,6 +130,11 @@ impl Seat {
     /// How long is waited for the hook: `deadline` of the time in which no client waits for tokens.
     pub(super) fn patience(&self, deadline: Duration) -> Patience {
         Patience { deadline, busy: Some(self.busy.clone()) }
+    }
+
+    /// Whether the gateway refused what a client asked for last.
+    pub(super) fn is_refused(&self) -> bool {
+        self.refused.load(Ordering::Relaxed)
     }
 
     /// The conversations that clients had, as samples; none if they had none. Nothing is drawn for them from now on.
@@ -171,6 +183,37 @@ impl Seats {
     }
 }
 
+/// The sessions, with note taken of what they refuse.
+struct Heard {
+    sessions: Arc<Sessions<Arc<Seats>>>,
+    seats: Arc<Seats>,
+}
+
+#[async_trait]
+impl Converse for Heard {
+    async fn ask(&self, session: &str, ask: Ask) -> Result<Answer, Refusal> {
+        let answer = self.sessions.ask(session, ask).await;
+        if let Some(answering) = self.seats.lock().get(session) {
+            // An engine that is away is no refusal: the client comes back.
+            let is_refused = matches!(&answer, Err(refusal) if !matches!(refusal, Refusal::Busy(_)));
+            answering.refused.store(is_refused, Ordering::Relaxed);
+        }
+        answer
+    }
+
+    async fn count(&self, session: &str, ask: Ask) -> Result<u64, Refusal> {
+        self.sessions.count(session, ask).await
+    }
+
+    fn opens(&self, session: &str, key: Option<&str>) -> bool {
+        self.sessions.opens(session, key)
+    }
+
+    fn model(&self) -> &str {
+        self.sessions.model()
+    }
+}
+
 #[async_trait]
 impl Draw for Seats {
     async fn draw(
@@ -181,7 +224,7 @@ impl Draw for Seats {
         sampling: SamplingParams,
     ) -> Result<Generation, Refusal> {
         let over = || Refusal::Over("the answer that this was a part of has ended".to_owned());
-        let Answering { asks, busy } = self.lock().get(session).cloned().ok_or_else(over)?;
+        let Answering { asks, busy, .. } = self.lock().get(session).cloned().ok_or_else(over)?;
         let _waiting = Waiting::new(busy);
         let (reply, replied) = oneshot::channel();
         asks.send(Asked { nth, input_ids, sampling, reply }).await.map_err(|_| over())?;

@@ -12,7 +12,7 @@ use tokio::sync::{Mutex, MutexGuard, Semaphore};
 use super::clients::Patience;
 use super::many::{Announced, Many, PROTOCOL, Talk};
 use super::{ANSWER_BYTES_MAX, Head, HookOptions, shown};
-use crate::error::plain;
+use crate::error::{Failure, plain};
 use crate::service::Silent;
 
 /// Longest line of its standard error that is kept whole.
@@ -155,8 +155,9 @@ pub(super) enum Broken {
 }
 
 impl Broken {
-    fn nonsense(said: impl std::fmt::Display) -> Self {
-        Broken::Silent(Silent::new(said))
+    /// It said what it may not.
+    pub(super) fn nonsense(said: impl std::fmt::Display) -> Self {
+        Broken::Silent(Silent { failure: Failure::Hook, ..Silent::new(said) })
     }
 
     /// What is said of a question that was asked as often as it may be.

@@ -19,7 +19,7 @@ use super::many::Talk;
 use super::sample::{Claim, Made, assemble};
 use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
-use crate::error::Result;
+use crate::error::{Failure, Result};
 use crate::sample::{Prompt, Trajectory, Turn};
 
 /// Samples that an answer may become.
@@ -112,6 +112,8 @@ struct Conversation<'a> {
     talk: Option<Talk>,
     /// Whether the process of an earlier try ended.
     begun_again: bool,
+    /// Whether the last generation found no room in the context.
+    is_full: bool,
     /// Where the hook's clients ask.
     seat: Option<Seat>,
 }
@@ -141,6 +143,7 @@ impl Hook {
             said: Vec::new(),
             talk: None,
             begun_again: false,
+            is_full: false,
             seat: None,
         };
         let refused = |fault| self.refused(format_args!("sample {}, {}", turn.sample, prompt.place), fault);
@@ -149,7 +152,8 @@ impl Hook {
                 Some(clients.open(turn.sample, turn.sampling.clone()).await.map_err(refused)?);
         }
         loop {
-            let next = conversation.next().await?.map_err(refused)?;
+            let next = conversation.next().await?;
+            let next = next.map_err(|fault| refused(conversation.typed(fault)))?;
             match conversation.wanted(next).await.map_err(refused)? {
                 ControlFlow::Continue(wanted) => conversation.generate(wanted).await?.map_err(refused)?,
                 ControlFlow::Break(samples) => return Ok(samples),
@@ -159,6 +163,16 @@ impl Hook {
 }
 
 impl Conversation<'_> {
+    /// An error of the hook, by what it last heard of where it does not say itself what kind it is.
+    fn typed(&self, fault: Fault) -> Fault {
+        let heard = match &self.seat {
+            _ if self.is_full => Failure::Context,
+            Some(seat) if seat.is_refused() => Failure::Refused,
+            _ => Failure::Hook,
+        };
+        Fault { failure: fault.failure.or(Some(heard)), ..fault }
+    }
+
     /// What the hook says to what was made so far.
     async fn next(&mut self) -> Result<Result<Next, Fault>> {
         let patience = match &self.seat {
@@ -226,14 +240,20 @@ impl Conversation<'_> {
             tokio::select! {
                 biased;
                 heard = &mut heard => break heard,
-                Some(made) = drawing.next() => self.drawn.push(made?),
+                Some(made) = drawing.next() => self.drew(made?),
                 Some(asked) = next(&mut self.seat) => drawing.extend(asked.within(count).map(|asked| draw(self.turn, asked))),
             }
         };
         while let Some(made) = drawing.next().await {
-            self.drawn.push(made?);
+            self.drew(made?);
         }
         Ok(heard)
+    }
+
+    /// Takes what was drawn for a client.
+    fn drew(&mut self, made: Made) {
+        self.is_full = has_no_room(&made.generation);
+        self.drawn.push(made);
     }
 
     /// Generations of the answer so far, whoever asked for them.
@@ -301,6 +321,7 @@ impl Conversation<'_> {
         };
         let (nth, sampling) = (self.made.len() as u64, wanted.sampling_params.of(&self.turn.sampling));
         let generation = self.turn.generate(nth, input_ids.clone(), sampling).await?;
+        self.is_full = has_no_room(&generation);
         let is_open = self.talk.is_some();
         if is_open {
             self.said.clear();
@@ -334,6 +355,11 @@ async fn draw(turn: &Turn<'_>, Asked { nth, input_ids, sampling, reply }: Asked)
     // A client that has gone finds its answer when it asks again.
     let _ = reply.send(told);
     Ok(Made { input_ids, generation: drawn? })
+}
+
+/// Whether no engine was asked, as the context was full.
+fn has_no_room(generation: &Generation) -> bool {
+    generation.output_ids.is_empty() && matches!(generation.finish, Finish::Length)
 }
 
 impl Overrides {

@@ -63,7 +63,7 @@ impl Reward for Rm {
         let Some(first) = answers.first() else { return Ok(Vec::new()) };
         let asked = self.0.ask("rm", &Group::unscored(answers), REWARDS).await;
         let Rewards { rewards } =
-            asked.map_err(|Fault { expected, found, todo, is_away }| match is_away {
+            asked.map_err(|Fault { expected, found, todo, is_away, .. }| match is_away {
                 true => first.silent(&expected, found, todo),
                 false => first.refused(&expected, found, todo),
             })?;

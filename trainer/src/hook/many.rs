@@ -224,7 +224,7 @@ impl Shared {
     /// Why no line came.
     fn broken(&self, id: u64) -> Broken {
         match self.table().end.clone() {
-            Some(End { why, by: Some(by) }) if by == id => Broken::Silent(Silent::new(why)),
+            Some(End { why, by: Some(by) }) if by == id => Broken::nonsense(why),
             Some(End { why, .. }) => Broken::Ended(why),
             None => Broken::Ended("the answer is not open".to_owned()),
         }

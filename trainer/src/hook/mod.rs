@@ -1,7 +1,7 @@
 //! Hooks: what a user adds to a task in any language, as a command over JSON lines or a service over HTTP.
 //!
 //! A question is one line of JSON, `{"id": 1, "hook": "rm", …}`, and so is its answer: `{"id": 1, …}`, or
-//! `{"id": 1, "error": "why"}`. A question holds all that its answer depends on. So any process of a command
+//! `{"id": 1, "error": "why", "outcome": "environment"}`. A question holds all that its answer depends on. So any process of a command
 //! can answer it, and another one can where the first died. A process may also announce that it has many answers open
 //! at once, and is then told what is new alone. `docs/hooks.md` shows them all.
 
@@ -22,8 +22,9 @@ use std::time::Duration;
 use derive_setters::Setters;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use crate::error::{Error, Result, short};
+use crate::error::{Error, Failure, Result, short};
 use crate::service::{LOOK, Service, Silent};
 
 use clients::Patience;
@@ -98,6 +99,8 @@ struct Head {
     /// A service may leave it out.
     id: Option<u64>,
     error: Option<String>,
+    /// Which [`Failure`] the error is.
+    outcome: Option<Value>,
     /// Of the first line of a process with many answers open.
     announced: Option<many::Announced>,
 }
@@ -110,6 +113,8 @@ pub(crate) struct Fault {
     pub(crate) todo: &'static str,
     /// Whether nothing came that could be an answer.
     pub(crate) is_away: bool,
+    /// What kind of failure it is; none where the hook does not say it of its error.
+    pub(crate) failure: Option<Failure>,
 }
 
 impl Hook {
@@ -176,20 +181,36 @@ impl Hook {
 
     /// A fault of an answer as this crate's error; `about` says what was asked about.
     pub(crate) fn refused(&self, about: impl fmt::Display, fault: Fault) -> Error {
-        let Fault { expected, found, todo, is_away } = fault;
-        Error::Hook { hook: self.flag, about: about.to_string(), expected, found, todo, is_away }
+        let Fault { expected, found, todo, is_away, failure } = fault;
+        let failure = failure.unwrap_or(Failure::Hook);
+        Error::Hook { hook: self.flag, about: about.to_string(), expected, found, todo, is_away, failure }
     }
 }
 
 impl Fault {
     /// An answer that says something else than it may.
     pub(crate) fn of(expected: impl fmt::Display, found: impl fmt::Display) -> Self {
-        Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK, is_away: false }
+        let (expected, found) = (expected.to_string(), found.to_string());
+        Fault { expected, found, todo: LOOK, is_away: false, failure: Some(Failure::Hook) }
     }
 
     /// Nothing that could be an answer.
-    fn away(expected: &str, Silent { found, todo }: Silent) -> Self {
-        Fault { todo, is_away: true, ..Fault::of(expected, found) }
+    fn away(expected: &str, Silent { found, todo, failure }: Silent) -> Self {
+        Fault { todo, is_away: true, failure: Some(failure), ..Fault::of(expected, found) }
+    }
+
+    /// An error that the hook tells of. An outcome that is none counts as a bug of it.
+    fn told(expected: &str, error: &str, outcome: Option<&Value>) -> Self {
+        let known = outcome.and_then(Value::as_str).and_then(Failure::named);
+        let (error, failure) = (short(error), known.or(outcome.map(|_| Failure::Hook)));
+        let found = match outcome.filter(|_| known.is_none()) {
+            Some(unknown) => {
+                let unknown = short(&unknown.to_string());
+                format!("its error: {error}; with outcome {unknown}, which docs/hooks.md does not name")
+            }
+            None => format!("its error: {error}"),
+        };
+        Fault { failure, ..Fault::of(expected, found) }
     }
 }
 
@@ -201,8 +222,8 @@ fn line(sent: &impl Serialize, expected: &'static str) -> Result<Vec<u8>, Fault>
 
 /// What an answer says.
 fn parsed<A: DeserializeOwned>(answer: &[u8], expected: &'static str) -> Result<A, Fault> {
-    if let Ok(Head { error: Some(error), .. }) = serde_json::from_slice(answer) {
-        return Err(Fault::of(expected, format_args!("its error: {}", short(&error))));
+    if let Ok(Head { error: Some(error), outcome, .. }) = serde_json::from_slice(answer) {
+        return Err(Fault::told(expected, &error, outcome.as_ref()));
     }
     serde_json::from_slice(answer).map_err(|_| Fault::of(expected, shown(answer)))
 }

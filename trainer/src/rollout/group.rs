@@ -9,10 +9,10 @@ use driftless_store::chain_text;
 
 use super::keep::Keeper;
 use super::parts::{Kept, parts};
-use super::pieces::Durable;
+use super::pieces::{self, Durable};
 use super::record::{Answered, Scored};
 use super::{Begun, Rollouts};
-use crate::error::{Error, Result, input};
+use crate::error::{Error, Failure, Result, input};
 use crate::metrics::unix_us;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
 use crate::tasks::Task;
@@ -27,12 +27,18 @@ pub(super) struct Group {
 pub(super) enum Outcome {
     /// The scores that the log lacks.
     Kept(Vec<Scored>),
-    /// What went wrong.
-    Failed(String),
+    /// What went wrong, and which kind of failure that is.
+    Failed(String, Failure),
     /// The task does not learn from it, for this reason.
     Filtered(Vec<Scored>, String),
     /// It is to be tried again, for this reason: no engine could generate it, or its reward was away.
     Returned(Error),
+}
+
+impl Outcome {
+    pub(super) fn failed(error: &Error) -> Self {
+        Outcome::Failed(chain_text(error), error.failure())
+    }
 }
 
 impl Group {
@@ -40,7 +46,7 @@ impl Group {
     pub(super) fn scores(&self) -> &[Scored] {
         match &self.outcome {
             Outcome::Kept(scores) | Outcome::Filtered(scores, _) => scores,
-            Outcome::Failed(_) | Outcome::Returned(_) => &[],
+            Outcome::Failed(..) | Outcome::Returned(_) => &[],
         }
     }
 }
@@ -60,7 +66,7 @@ impl Rollouts {
             Err(Error::Bridge(error)) if error.is_no_engine() => Outcome::Returned(error.into()),
             // The log could not be written, which the run ends with.
             Err(error @ Error::Cancelled) => Outcome::Returned(error),
-            Err(error) => Outcome::Failed(chain_text(&error)),
+            Err(error) => Outcome::failed(&error),
         };
         Group { begun, outcome }
     }
@@ -93,16 +99,36 @@ impl Rollouts {
         }
         let asked = unix_us(SystemTime::now()).cast_signed();
         let pieces = begun.pieces.get(&answer).map_or(&[][..], Vec::as_slice);
-        let underway = Durable::new(keeper, pieces, answer, *number, *seat);
-        let turn = self.turn(*number, answer, &self.options.sampling, minimum.as_ref(), Some(&underway));
-        let parts = self.task.generate(prompt, &turn).await?;
+        let mut attempt = pieces::attempt(pieces);
+        let (parts, first_us) = loop {
+            let underway = Durable::new(keeper, pieces, answer, *number, *seat);
+            let sampling = &self.options.sampling;
+            let turn = self.turn(*number, answer, attempt, sampling, minimum.as_ref(), Some(&underway));
+            match self.task.generate(prompt, &turn).await {
+                Ok(parts) => break (parts, underway.first_us()),
+                Err(error) => {
+                    let failure = error.failure();
+                    attempt = self.attempt_after(attempt, error)?;
+                    self.queue.made_again(failure);
+                }
+            }
+        };
         check_count(&parts)?;
         let scalars =
             Scalars { group_id: *number, rollout_id: *seat, score_follows: true, ..Scalars::default() };
-        let times = [asked, underway.first_us(), unix_us(SystemTime::now()).cast_signed()];
+        let times = [asked, first_us, unix_us(SystemTime::now()).cast_signed()];
         let answered = Arc::new(Answered { answer, beside: Kept::bytes(&parts), parts, scalars, times });
         keeper.keep(answered.clone()).await?;
         Ok(Drawn { answered, is_scored: false })
+    }
+
+    /// The attempt at an answer that follows one that failed, unless it may not be made again.
+    pub(super) fn attempt_after(&self, attempt: u64, error: Error) -> Result<u64> {
+        if !error.is_made_again() || attempt >= self.options.hook_retries {
+            return Err(error);
+        }
+        tracing::warn!(error = chain_text(&error), "answer is made again");
+        Ok(attempt + 1)
     }
 
     /// Rewards answers, and chooses what is learned from.

@@ -141,9 +141,15 @@ impl Rollouts {
         let group = u64::MAX - number;
         let drawn = (0..set.samples).map(async |index| {
             let sample = u64::MAX - (number * set.samples + index);
-            let turn = self.turn(group, sample, &set.sampling, minimum.as_ref(), None);
             let asked = unix_us(SystemTime::now()).cast_signed();
-            let parts = task.generate(prompt, &turn).await?;
+            let mut attempt = 0;
+            let parts = loop {
+                let turn = self.turn(group, sample, attempt, &set.sampling, minimum.as_ref(), None);
+                match task.generate(prompt, &turn).await {
+                    Ok(parts) => break parts,
+                    Err(error) => attempt = self.attempt_after(attempt, error)?,
+                }
+            };
             check_count(&parts)?;
             let answered = answer(task, sample, prompt, &parts)?;
             Ok::<_, Error>((answered, parts, [asked, 0, unix_us(SystemTime::now()).cast_signed()]))

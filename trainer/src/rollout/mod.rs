@@ -19,7 +19,7 @@ pub use crate::schedule::Policy;
 pub(crate) use log::open_log;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
-pub use queue::{Dropped, Queue, Since};
+pub use queue::{Dropped, Failures, Queue, Since};
 pub(crate) use record::leave_out;
 pub use record::{EvaluationNote, PromptNote};
 
@@ -30,7 +30,6 @@ use std::time::{Duration, Instant};
 use derive_setters::Setters;
 use driftless_bridge::{Label, Rid, SamplingParams};
 use driftless_buffer as buffer;
-use driftless_store::chain_text;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 
@@ -50,6 +49,9 @@ const FAILED_MAX: u64 = 8;
 const FILTERED_MAX: u64 = 16;
 /// Groups in a row that come back, because no engine could generate them or their reward was away.
 const RETURNED_MAX: usize = 3;
+
+/// Times that an answer is made again whose hook died or was late, unless told.
+pub const HOOK_RETRIES: u64 = 2;
 
 /// Takes the rollout, its samples in the log and its samples in all; called from several threads.
 pub type Progress = Arc<dyn Fn(u64, u64, u64) + Send + Sync>;
@@ -73,12 +75,15 @@ pub struct RolloutOptions {
     pub rollout_max_context_len: Option<usize>,
     /// Ids of the model are below it, where that is known.
     pub vocabulary: Option<u64>,
+    /// Times that an answer is made again whose hook died or was late.
+    pub hook_retries: u64,
     /// How long a reward that is away is left alone before it is asked again.
     pub reward_pause: Duration,
 }
 
 impl RolloutOptions {
-    /// So many prompts and samples of each, at the sampling's defaults and with seed 1. A reward has 10 s to come back.
+    /// So many prompts and samples of each, at the sampling's defaults and with seed 1. An answer is made again
+    /// [`HOOK_RETRIES`] times at most, and a reward has 10 s to come back.
     #[must_use]
     pub fn new(rollout_batch_size: u64, n_samples_per_prompt: u64) -> Self {
         RolloutOptions {
@@ -89,6 +94,7 @@ impl RolloutOptions {
             sampling: SamplingParams::default(),
             rollout_max_context_len: None,
             vocabulary: None,
+            hook_retries: HOOK_RETRIES,
             reward_pause: Duration::from_secs(10),
         }
     }
@@ -113,7 +119,7 @@ pub struct Rollouts {
 impl Rollouts {
     /// Generates groups as the queue says, until it is dropped. What it tells the queue of is durable.
     ///
-    /// A group with a sample that fails is left out, and so is one that the task does not keep: the next prompt takes
+    /// An answer whose hook died or was late is made again, with other draws. A group with one that fails is left out, and so is one that the task does not keep: the next prompt takes
     /// its place. A group that no engine could generate is tried again, and one whose reward was away is rewarded again.
     ///
     /// # Errors
@@ -183,8 +189,9 @@ impl Rollouts {
                 self.queue.end(Seen::Returned(number), dropped, now());
                 return Ok(());
             }
-            Outcome::Failed(error) => {
+            Outcome::Failed(error, failure) => {
                 dropped.failed = 1;
+                self.queue.failed(failure);
                 error
             }
             Outcome::Filtered(_, why) => {
@@ -267,15 +274,17 @@ impl Rollouts {
         &'a self,
         group: u64,
         sample: u64,
+        attempt: u64,
         sampling: &SamplingParams,
         minimum: Option<&'a Label>,
         underway: Option<&'a dyn Underway>,
     ) -> Turn<'a> {
-        let sampling_seed = Some(sampling_seed(self.options.seed, sample));
+        let sampling_seed = Some(sampling_seed(self.options.seed, sample, attempt));
         Turn {
             engines: &*self.engines,
             minimum,
             sample,
+            attempt,
             group,
             rid: Rid::new(self.options.scope, sample),
             sampling: SamplingParams { sampling_seed, ..sampling.clone() },
@@ -338,7 +347,7 @@ impl Returned {
         let is_alone = self.row.iter().all(|other| *other == begun.number);
         if error.is_away() && *times >= RETURNED_MAX && is_alone {
             self.times.remove(&begun.number);
-            return Group { begun, outcome: Outcome::Failed(chain_text(&error)) };
+            return Group { begun, outcome: Outcome::failed(&error) };
         }
         Group { begun, outcome: Outcome::Returned(error) }
     }
@@ -375,9 +384,12 @@ fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// The seed of a sample is the same whenever the sample is asked for: one that a crash lost comes back as it was.
-fn sampling_seed(seed: u64, sample: u64) -> u64 {
-    let digest = blake3::hash(&[seed.to_le_bytes(), sample.to_le_bytes()].concat());
+/// The seed of an attempt at a sample is the same whenever it is asked for: one that a crash lost comes back as it was.
+fn sampling_seed(seed: u64, sample: u64, attempt: u64) -> u64 {
+    let mut parts = [seed, sample].map(u64::to_le_bytes).to_vec();
+    // Releases before knew the first attempt alone.
+    parts.extend((attempt > 0).then(|| attempt.to_le_bytes()));
+    let digest = blake3::hash(&parts.concat());
     // SGLang keeps seeds in signed 64-bit tensors.
     first_bits(digest.as_bytes()) >> 1
 }

@@ -2,7 +2,7 @@
 //!
 //! A piece is a partial sample of the log with the new tokens alone. Its note says behind what they were drawn: which
 //! generation of the answer it is, its input, and how many tokens came before. Tokens that stand twice were drawn again
-//! after a crash lost some; the later ones count.
+//! after a crash lost some; the later ones count. Attempts at an answer share nothing: none goes on behind tokens of another.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
@@ -29,6 +29,14 @@ struct PieceNote {
     input: u64,
     /// Tokens of the generation before it.
     behind: u64,
+    /// Attempts at the answer that had failed.
+    #[serde(default, skip_serializing_if = "is_first")]
+    attempt: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_first(attempt: &u64) -> bool {
+    *attempt == 0
 }
 
 /// New tokens of an answer that goes on.
@@ -82,6 +90,13 @@ pub(super) fn read(log: &Reader, groups: &[u64]) -> Result<Pieces> {
     Ok(pieces)
 }
 
+/// The newest attempt at an answer that these pieces are of.
+pub(super) fn attempt(pieces: &[Record]) -> u64 {
+    let notes =
+        pieces.iter().filter_map(|record| serde_json::from_slice::<PieceNote>(record.metadata()).ok());
+    notes.map(|note| note.attempt).max().unwrap_or_default()
+}
+
 /// An answer that is under way: what the log has of it, and where its tokens go as they come.
 pub(super) struct Durable<'a> {
     keeper: &'a Keeper,
@@ -114,24 +129,26 @@ impl<'a> Durable<'a> {
 impl Underway for Durable<'_> {
     fn go_on<'a>(
         &'a self,
+        attempt: u64,
         nth: u64,
         request: &mut GenerateRequest,
         minimum: Option<&Label>,
     ) -> Box<dyn FnMut(Piece<'_>) + Send + 'a> {
         let input = digest(&request.input_ids);
-        request.drawn = drawn(self.pieces, nth, input, minimum, self.keeper.run());
-        let note = PieceNote { nth, input, behind: request.drawn.len() as u64 };
+        let first = PieceNote { nth, input, behind: 0, attempt };
+        request.drawn = drawn(self.pieces, first, minimum, self.keeper.run());
+        let note = PieceNote { behind: request.drawn.len() as u64, ..first };
         let mut writer = Writer { answer: self, note, unsent: Drawn::default() };
         Box::new(move |piece| writer.take(piece))
     }
 }
 
-/// What the pieces of a generation come to, but for those with tokens older than `minimum` and what is behind these.
-fn drawn(pieces: &[Record], nth: u64, input: u64, minimum: Option<&Label>, run: &str) -> Drawn {
+/// What the pieces of the generation that begins with `first` come to, but for those with tokens older than `minimum` and what is behind these.
+fn drawn(pieces: &[Record], first: PieceNote, minimum: Option<&Label>, run: &str) -> Drawn {
     let mut drawn = Drawn::default();
     for record in pieces {
         let Ok(note) = serde_json::from_slice::<PieceNote>(record.metadata()) else { continue };
-        if (note.nth, note.input) != (nth, input) || note.behind > drawn.len() as u64 {
+        if (PieceNote { behind: 0, ..note }) != first || note.behind > drawn.len() as u64 {
             continue;
         }
         drawn.truncate(note.behind as usize);

@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 use super::fates::{Fates, TOO_OLD};
 use super::record::PromptNote;
 use super::{now, parts};
+use crate::error::Failure;
 use crate::goodput::Kept;
 use crate::options::Mode;
 use crate::schedule::{Policy, Schedule, Seen, Start};
@@ -27,6 +28,26 @@ pub struct Dropped {
     pub too_old: u64,
 }
 
+/// Attempts at answers that failed, by why.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Failures {
+    counts: [u64; Failure::ALL.len()],
+    /// How many of them were followed by another attempt.
+    pub made_again: u64,
+}
+
+impl Failures {
+    /// Those that there were.
+    #[must_use]
+    pub fn by_name(&self) -> BTreeMap<Failure, u64> {
+        Failure::ALL.into_iter().zip(self.counts).filter(|(_, count)| *count > 0).collect()
+    }
+
+    fn count(&mut self, failure: Failure) {
+        self.counts[failure as usize] += 1;
+    }
+}
+
 /// What generation was like since a step took groups.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Since {
@@ -34,6 +55,8 @@ pub struct Since {
     pub kept: u64,
     /// Groups that were left out.
     pub dropped: Dropped,
+    /// Attempts at answers that failed.
+    pub failures: Failures,
     /// Time for which some group was under way.
     pub active: Duration,
     /// Time between two groups for which none was.
@@ -226,6 +249,18 @@ impl Queue {
         state.schedule.see(seen);
         self.for_training.notify_one();
         state.since
+    }
+
+    /// Counts an attempt that failed, and is followed by another.
+    pub(super) fn made_again(&self, failure: Failure) {
+        let failures = &mut self.state().since.failures;
+        failures.made_again += 1;
+        failures.count(failure);
+    }
+
+    /// Counts an answer that failed.
+    pub(super) fn failed(&self, failure: Failure) {
+        self.state().since.failures.count(failure);
     }
 
     /// What became of the time in which engines drew tokens for this run, since it was opened.

@@ -11,7 +11,7 @@ use serde_json::value::RawValue;
 
 use super::group::{Group, Outcome};
 use super::{Begun, Rollouts};
-use crate::error::{Place, Result};
+use crate::error::{Failure, Place, Result};
 use crate::metrics::unix_us;
 use crate::sample::{Prompt, Trajectory, sample_id};
 
@@ -35,6 +35,9 @@ pub struct PromptNote {
     /// Why its samples are not learned from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dropped: Option<String>,
+    /// What kind of failure that was, where an answer failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outcome: Option<Failure>,
 }
 
 impl PromptNote {
@@ -48,16 +51,16 @@ impl PromptNote {
         let short =
             |json: &Option<Box<RawValue>>| json.clone().filter(|json| json.get().len() <= NOTE_BYTES_MAX);
         let (label, metadata) = (short(&prompt.label), short(&prompt.metadata));
-        PromptNote { source: Some(prompt.place.clone()), label, metadata, dropped: None }
+        PromptNote { source: Some(prompt.place.clone()), label, metadata, ..PromptNote::default() }
     }
 
     fn done(group: &Group) -> Self {
-        let dropped = match &group.outcome {
-            Outcome::Kept(_) | Outcome::Returned(_) => None,
-            Outcome::Failed(error) => Some(error.clone()),
-            Outcome::Filtered(_, why) => Some(format!("filtered: {why}")),
+        let (dropped, outcome) = match &group.outcome {
+            Outcome::Kept(_) | Outcome::Returned(_) => (None, None),
+            Outcome::Failed(error, failure) => (Some(error.clone()), Some(*failure)),
+            Outcome::Filtered(_, why) => (Some(format!("filtered: {why}")), None),
         };
-        PromptNote { dropped, ..PromptNote::in_flight(&group.begun.prompt) }
+        PromptNote { dropped, outcome, ..PromptNote::in_flight(&group.begun.prompt) }
     }
 
     fn bytes(&self) -> Vec<u8> {

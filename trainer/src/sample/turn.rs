@@ -40,10 +40,11 @@ impl Engines for Fleet {
 
 /// Keeps the tokens of an answer before it is finished.
 pub trait Underway: Sync {
-    /// Lets the generation `nth` of the answer go on behind what was kept of it, unless that is older than
-    /// `minimum`. What it returns keeps further tokens.
+    /// Lets the generation `nth` of the answer go on behind what was kept of it in the same attempt, unless that is older
+    /// than `minimum`. What it returns keeps further tokens.
     fn go_on<'a>(
         &'a self,
+        attempt: u64,
         nth: u64,
         request: &mut GenerateRequest,
         minimum: Option<&Label>,
@@ -58,6 +59,8 @@ pub struct Turn<'a> {
     pub minimum: Option<&'a Label>,
     /// Number of the sample.
     pub sample: u64,
+    /// Which attempt at it this is, from 0; each has a seed of its own in `sampling`.
+    pub attempt: u64,
     /// Shared by the samples of one prompt, whose requests go to one engine while it has room.
     pub group: u64,
     /// Id of its first request, which those of others follow from.
@@ -128,7 +131,7 @@ impl Turn<'_> {
         let generation = match self.underway {
             None => self.engines.generate(request, self.minimum, &mut |_| {}).await,
             Some(underway) => {
-                let mut keep = underway.go_on(nth, &mut request, self.minimum);
+                let mut keep = underway.go_on(self.attempt, nth, &mut request, self.minimum);
                 self.engines.generate(request, self.minimum, &mut keep).await
             }
         };

@@ -17,7 +17,7 @@ use crate::door::Listen;
 use crate::error::{Result, input};
 use crate::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
 use crate::push::Pushes;
-use crate::rollout::EvalSet;
+use crate::rollout::{EvalSet, HOOK_RETRIES};
 use crate::tasks::Task;
 
 /// Settings of a run of the RL loop. Field names follow the flags of `driftless train`, which follow slime's.
@@ -126,6 +126,8 @@ pub struct TrainOptions {
     pub update_deadline: Duration,
     /// How long one generation may take, retries included.
     pub generate_deadline: Duration,
+    /// Times that an answer is made again whose hook died or was late.
+    pub hook_retries: u64,
 }
 
 /// Stands for the number of steps done in [`TrainOptions::save_hf`].
@@ -200,6 +202,7 @@ impl TrainOptions {
             engines_min: 1,
             update_deadline: Duration::from_secs(300),
             generate_deadline: Duration::from_secs(600),
+            hook_retries: HOOK_RETRIES,
         }
     }
 

@@ -87,6 +87,8 @@ impl Session<'_> {
         let generated = StepMetrics {
             rollout_id: step,
             groups_failed: since.dropped.failed,
+            answers_failed: since.failures.by_name(),
+            answers_made_again: since.failures.made_again,
             groups_filtered: since.dropped.filtered,
             groups_too_old: since.dropped.too_old,
             generate_ms: milliseconds(since.active),

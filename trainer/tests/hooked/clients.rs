@@ -58,7 +58,7 @@ pub(super) fn checkpoint(dir: &Path) {
 }
 
 /// A room whose hook is `ASKING` with this function.
-async fn asking(dir: &Path, function: &str, deadline: u64) -> std::sync::Arc<Room> {
+pub(super) async fn asking(dir: &Path, function: &str, deadline: u64) -> std::sync::Arc<Room> {
     checkpoint(dir);
     let file = dir.join("asking.py");
     std::fs::write(&file, format!("{ASKING}\n{function}")).unwrap();

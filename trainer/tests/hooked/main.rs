@@ -4,6 +4,7 @@
 
 mod clients;
 mod environment;
+mod failures;
 mod many;
 
 use async_trait::async_trait;
@@ -119,6 +120,7 @@ fn turn(sample: u64) -> Turn<'static> {
         engines: &Echo,
         minimum: None,
         sample,
+        attempt: 0,
         group: sample,
         rid: Rid::new(1, sample),
         sampling: SamplingParams::default(),

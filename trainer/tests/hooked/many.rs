@@ -1,6 +1,7 @@
 //! A process that has many answers open at once: what it is told, what becomes of one that lies, and the Python module.
 
 use super::{task, turn};
+use driftless_trainer::Error;
 use driftless_trainer::hook::{Hook, HookOptions};
 use driftless_trainer::sample::{Engines, Prompt, Trajectory, Turn};
 use driftless_trainer::tasks::Task;
@@ -39,7 +40,7 @@ for line in sys.stdin:
 
 pub(super) struct Room {
     dir: tempfile::TempDir,
-    task: Task,
+    pub(super) task: Task,
     /// The token 3.
     prompt: Prompt,
 }
@@ -57,14 +58,14 @@ impl Room {
         Arc::new(Room { dir, task, prompt })
     }
 
-    async fn fake(difference: &str, deadline: u64) -> Arc<Self> {
+    pub(super) async fn fake(difference: &str, deadline: u64) -> Arc<Self> {
         let room = Room::new("python3 -S fake.py", deadline, None).await;
         std::fs::write(room.path("fake.py"), FAKE.replace("DIFFERENCE", difference)).unwrap();
         room
     }
 
     /// The module as the wheel has it, without the extension of the wheel.
-    async fn module(file: &Path, deadline: u64) -> Arc<Self> {
+    pub(super) async fn module(file: &Path, deadline: u64) -> Arc<Self> {
         Self::module_with(file, deadline, None).await
     }
 
@@ -86,9 +87,14 @@ impl Room {
 
     /// An answer to the prompt, whose label is the last digit of its number.
     pub(super) async fn answer(&self, sample: u64) -> Result<Vec<Trajectory>, String> {
-        let label = RawValue::from_string(format!("\"{}\"", sample % 10)).ok();
+        self.answer_to(turn(sample)).await.map_err(|error| error.to_string())
+    }
+
+    /// The same in a turn of its own.
+    pub(super) async fn answer_to(&self, turn: Turn<'_>) -> Result<Vec<Trajectory>, Error> {
+        let label = RawValue::from_string(format!("\"{}\"", turn.sample % 10)).ok();
         let prompt = Prompt { label, ..self.prompt.clone() };
-        self.task.generate(&prompt, &turn(sample)).await.map_err(|error| error.to_string())
+        self.task.generate(&prompt, &turn).await
     }
 
     /// The same, by other engines.

@@ -13,10 +13,11 @@ where ``turn.generate`` waits. The other decorators are ``reward``, ``prompt`` a
 """
 
 from ._functions import dynamic_sampling_filter, generate, prompt, reward, reward_post_process, rollout_sample_filter
-from ._turn import BlockingTurn, Generation, Sample, Turn
+from ._turn import BlockingTurn, Failed, Generation, Sample, Turn
 
 __all__ = [
     "BlockingTurn",
+    "Failed",
     "Generation",
     "Sample",
     "Turn",

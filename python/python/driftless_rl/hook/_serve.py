@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from . import _functions
-from ._turn import BlockingTurn, Turn, sample
+from ._turn import BlockingTurn, Failed, Turn, sample
 
 PROTOCOL = 2
 # Answers that are open at once; the loop waits with others.
@@ -102,7 +102,7 @@ class _Task:
                 said = {"cancelled": True}
             else:
                 _print(error)
-                said = {"error": _describe(error, self.server.path)}
+                said = {"error": _describe(error, self.server.path), **_outcome(error)}
             self.send(said)
         finally:
             del self.server.open[self.number]
@@ -146,8 +146,20 @@ async def _in_thread(function: Callable[[Any], Any], given: Any) -> Any:
     return result
 
 
+def _outcome(error: BaseException) -> dict[str, str]:
+    """Which failure it is. The loop knows of a hook's other errors what the answer had run into."""
+    match error:
+        case Failed():
+            return {"outcome": error.outcome}
+        case TimeoutError():
+            return {"outcome": "deadline"}
+    return {}
+
+
 def _print(error: BaseException) -> None:
-    """The traceback, without the frames of this package that every call has."""
+    """The traceback, without the frames of this package that every call has. What the function itself tells of has none."""
+    if isinstance(error, Failed) and error.__cause__ is None:
+        return
     here, frames = os.path.dirname(__file__), error.__traceback__
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(here):
         frames = frames.tb_next
@@ -159,7 +171,8 @@ def _describe(error: BaseException, path: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if frame.filename == path), frames[-1] if frames else None)
     place = f" ({os.path.basename(frame.filename)}:{frame.lineno})" if frame else ""
-    return traceback.format_exception_only(error)[-1].strip() + place
+    said = error.why if isinstance(error, Failed) else traceback.format_exception_only(error)[-1].strip()
+    return said + place
 
 
 def _load(path: str) -> None:

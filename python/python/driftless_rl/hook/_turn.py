@@ -9,6 +9,30 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 GIVEN_UP = "the answer was given up"
+# What `Failed` may say; the loop types the rest by itself.
+OUTCOMES = ("environment", "deadline", "context", "refused", "parser", "hook")
+
+
+class Failed(Exception):
+    """An answer that came to nothing, and gets no reward: ``raise Failed("environment", "the container died")``.
+
+    One of ``environment`` or ``deadline`` is made again, with other draws, as often as ``--hook-retries`` says. After any
+    other, and after the last try, its group is left out, and the next prompt takes its place. ``TimeoutError`` stands for
+    ``deadline``, any other exception for ``hook``.
+
+    Args:
+        outcome: ``environment``, ``deadline``, ``context``, ``refused``, ``parser`` or ``hook``.
+        why: what happened, in a line.
+    """
+
+    def __init__(self, outcome: str, why: str) -> None:
+        if outcome not in OUTCOMES:
+            raise ValueError(f"Failed: expected an outcome of {', '.join(OUTCOMES)}, found {outcome!r}")
+        super().__init__(outcome, why)
+        self.outcome, self.why = outcome, why
+
+    def __str__(self) -> str:
+        return self.why
 
 
 @dataclass(frozen=True, slots=True)
