@@ -137,6 +137,30 @@ import json
     assert errors.count("Traceback") == 2 and "json.loads" in errors and "_serve.py" not in errors
 
 
+def test_failure_has_its_outcome_and_no_traceback(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    match turn.label:
+        case "died": raise Failed("environment", "the container died")
+        case "late": await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+        case "odd": raise Failed("oom", "no such outcome")
+        case "why": raise Failed("parser", "no call") from KeyError("call")
+""")
+    process.say(1, **QUESTION | {"label": "died"})
+    place = "(mine.py:7)"
+    assert process.line() == {"id": 1, "turn": 0, "error": f"the container died {place}", "outcome": "environment"}
+    process.say(2, **QUESTION | {"label": "late"})
+    assert process.line()["outcome"] == "deadline"
+    process.say(3, **QUESTION | {"label": "odd"})
+    odd = process.line()
+    assert "found 'oom'" in odd["error"] and "outcome" not in odd
+    process.say(4, **QUESTION | {"label": "why"})
+    assert process.line()["outcome"] == "parser"
+    errors = process.end()
+    assert "the container died" not in errors and "KeyError: 'call'" in errors
+
+
 def test_what_is_no_json_is_an_error_of_its_line(hook):
     process = hook("""
 @generate

@@ -5,9 +5,9 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, printable};
 use driftless::buffer::{self, Group, Kind, Reader, Record};
-use driftless::trainer::ledger;
 use driftless::trainer::rollout::EvaluationNote;
 use driftless::trainer::sample::{answer_of, label_text, part_of};
+use driftless::trainer::{Failure, ledger};
 use serde_json::value::RawValue;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -65,6 +65,9 @@ struct Shown {
     /// Why no step learns from it.
     #[serde(skip_serializing_if = "Option::is_none")]
     dropped: Option<String>,
+    /// Which failure that is, where an answer of its group failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    outcome: Option<Failure>,
     finish: String,
     response_tokens: usize,
     /// Versions of the weights that wrote it.
@@ -184,6 +187,7 @@ fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
         raw_reward: raw,
         set: scalars.evaluation.then(|| EvaluationNote::of(record).set),
         dropped: note.dropped,
+        outcome: note.outcome,
         finish: format!("{:?}", record.finish()).to_lowercase(),
         response_tokens: record.response().len(),
         versions,
@@ -212,7 +216,8 @@ fn render(shown: &Shown) -> String {
     let raw = shown.raw_reward.map_or_else(String::new, |raw| format!(" (given {raw})"));
     let set = shown.set.as_ref().map_or_else(String::new, |set| format!("set {}, ", printable(set)));
     let dropped = shown.dropped.as_ref();
-    let dropped = dropped.map_or_else(String::new, |why| format!(", left out: {}", printable(why)));
+    let outcome = shown.outcome.map_or_else(String::new, |outcome| format!("{}: ", outcome.name()));
+    let dropped = dropped.map_or_else(String::new, |why| format!(", left out: {outcome}{}", printable(why)));
     let Shown { step, prompt_id, answer, finish, response_tokens, .. } = shown;
     let (source, engine) = (printable(&shown.source), printable(&shown.engine));
     let mut text = format!(
@@ -244,6 +249,7 @@ mod tests {
             raw_reward: None,
             set: None,
             dropped: None,
+            outcome: None,
             finish: "stop".to_owned(),
             response_tokens: 3,
             versions: vec![7, 8],
@@ -272,5 +278,7 @@ mod tests {
             "{line}"
         );
         assert!(line.ends_with(", left out: filtered: \\u{1b}[2J"), "{line}");
+        let failed = Shown { outcome: Some(Failure::Environment), ..other };
+        assert!(render(&failed).contains(", left out: environment: filtered"), "{}", render(&failed));
     }
 }

@@ -1,7 +1,9 @@
 //! The end of a run: its figures, as a table for the terminal.
 
+use driftless::trainer::Failure;
 use driftless::trainer::goodput::{Goodput, Tokens};
 use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// The figures of a whole run, as the final table and `--json` show them.
@@ -33,6 +35,9 @@ pub(crate) struct Summary {
     pub(crate) weights_share: Option<f64>,
     /// Where the time of the engines' places went, of all processes of the run.
     pub(crate) goodput: Option<Goodput>,
+    /// Attempts at answers that failed, by why, and those of them after which the answer was made again.
+    pub(crate) answers_failed: BTreeMap<Failure, u64>,
+    pub(crate) answers_made_again: u64,
     /// Share of the response tokens that were too old to be trained on.
     pub(crate) too_old_share: f64,
     pub(crate) staleness_mean: f64,
@@ -74,6 +79,14 @@ impl Summary {
             learner_share: share(steps, |step| step.train_ms),
             weights_share: share(steps, |step| step.weights_ms),
             goodput: Goodput::total(steps.iter().filter_map(|step| step.goodput.as_ref())),
+            answers_failed: {
+                let mut failed = BTreeMap::new();
+                for (failure, count) in steps.iter().flat_map(|step| &step.answers_failed) {
+                    *failed.entry(*failure).or_default() += count;
+                }
+                failed
+            },
+            answers_made_again: steps.iter().map(|step| step.answers_made_again).sum(),
             too_old_share: {
                 let tokens = |of: fn(&StepMetrics) -> u64| steps.iter().map(of).sum::<u64>();
                 tokens(|step| step.tokens_too_old) as f64 / tokens(|step| step.response_tokens).max(1) as f64
@@ -106,6 +119,10 @@ impl Summary {
         rows.extend(self.version_newest.into_iter().flat_map(|newest| self.published(newest)));
         rows.extend(self.goodput.iter().map(|goodput| ("goodput", places(goodput))));
         rows.extend(self.goodput.iter().map(|goodput| ("tokens", tokens(&goodput.tokens))));
+        if !self.answers_failed.is_empty() {
+            let (failed, again) = (failures(&self.answers_failed), self.answers_made_again);
+            rows.push(("answers failed", format!("{failed}; made again {again}")));
+        }
         if self.log_prob_diff_max > 0.0 {
             // With older weights it is also that of the weights.
             let of = if self.staleness_max > 0 { "and the weights' age" } else { "of the same weights" };
@@ -166,6 +183,11 @@ impl Summary {
         }
         out
     }
+}
+
+/// Failures with their counts.
+pub(super) fn failures(failed: &BTreeMap<Failure, u64>) -> String {
+    failed.iter().map(|(failure, count)| format!("{} {count}", failure.name())).collect::<Vec<_>>().join(", ")
 }
 
 /// What the engines' places were doing, in shares of their time, the largest first.

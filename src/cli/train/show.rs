@@ -199,6 +199,11 @@ fn describe(step: &StepMetrics, of: u64) -> String {
             let _ = write!(line, " {name} {count}");
         }
     }
+    if !step.answers_failed.is_empty() {
+        let again = step.answers_made_again;
+        let _ =
+            write!(line, " answers failed: {}, made again {again}", report::failures(&step.answers_failed));
+    }
     if step.skipped {
         line.push_str(" left out");
     }
@@ -208,6 +213,7 @@ fn describe(step: &StepMetrics, of: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use driftless::trainer::Failure;
     use driftless::trainer::metrics::PublicationMetrics;
 
     fn step() -> StepMetrics {
@@ -239,6 +245,13 @@ mod tests {
         let odd = StepMetrics { groups_failed: 2, skipped: true, publication: None, ..step() };
         let line = describe(&odd, 40);
         assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s failed 2 left out");
+        let died = StepMetrics {
+            answers_failed: [(Failure::Environment, 3), (Failure::Parser, 1)].into(),
+            answers_made_again: 2,
+            ..step()
+        };
+        let line = describe(&died, 40);
+        assert!(line.ends_with(" v13 answers failed: environment 3, parser 1, made again 2"), "{line}");
     }
 
     #[test]

@@ -199,6 +199,9 @@ fn named(path: &[String]) -> Option<(String, f64, Labels)> {
     match path[..] {
         [name] => bare(name),
         ["rewards", file] => Some(("rewards".to_owned(), 1.0, vec![("file", file.to_owned())])),
+        ["answers_failed", outcome] => {
+            Some(("answers_failed".to_owned(), 1.0, vec![("outcome", outcome.to_owned())]))
+        }
         ["publication", name] => bare(&format!("publication_{name}")),
         ["eval", "sets", set, name] => Some((format!("eval_{name}"), 1.0, vec![("set", set.to_owned())])),
         ["goodput", "began_at_ms"] => None,
@@ -228,6 +231,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
+    use crate::error::Failure;
     use crate::goodput::{Goodput, Tokens};
     use crate::metrics::{EvalMetrics, PublicationMetrics, SetMetrics};
 
@@ -247,6 +251,7 @@ mod tests {
             reward: 0.5,
             pass: Some(1.0),
             rewards: [("a\\b\n".to_owned(), 2.0)].into(),
+            answers_failed: [(Failure::Environment, 3)].into(),
             staleness: vec![3, 4],
             train_ms: 2500.0,
             publication: Some(publication),
@@ -294,6 +299,7 @@ mod tests {
             "step_completed_timestamp_seconds 1.5",
             "train_seconds 2.5",
             "rewards{file=\"a\\\\b\\n\"} 2",
+            "answers_failed{outcome=\"environment\"} 3",
             "eval_pass_1{set=\"held-out\"} 0.25",
             "place_seconds_total{doing=\"trained\",why=\"\"} 2.5",
             "place_seconds_total{doing=\"idle\",why=\"no request\"} 1.5",

@@ -4,7 +4,7 @@
 // Groups in the order in which one looks; `*` stands for a name.
 const GROUPS = [
   ["Reward", ["reward", "rewards.*", "pass", "eval.sets.*.reward", "eval.sets.*.pass_1", "eval.sets.*.pass"]],
-  ["Answers", ["response_length", "truncated", "groups_zero_std", "groups_failed", "groups_filtered", "eval.sets.*.response_length", "eval.sets.*.truncated"]],
+  ["Answers", ["response_length", "truncated", "groups_zero_std", "groups_failed", "answers_failed.*", "groups_filtered", "eval.sets.*.response_length", "eval.sets.*.truncated"]],
   ["Policy", ["entropy", "ppo_kl", "kl_loss", "kl", "opd_reverse_kl", "pg_clipfrac", "tis_clipfrac", "rs_clipfrac", "opsm_clipfrac"]],
   ["Staleness", ["staleness_mean", "staleness_max", "tokens_too_old", "groups_too_old"]],
   ["Engines against learner", ["log_prob_diff_mean", "log_prob_diff_p99", "log_prob_diff_max", "mismatch_k3"]],
