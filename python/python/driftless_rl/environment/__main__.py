@@ -10,10 +10,8 @@ import math
 import sys
 from typing import Any, Protocol
 
-from driftless_rl.hook import Sample, Turn, generate, prompt, reward
+from driftless_rl.hook import Failed, Sample, Turn, generate, prompt, reward
 from driftless_rl.hook._serve import serve
-
-from ._failed import Failed
 
 KINDS = ("verifiers",)
 # Answers that are open at once, each with programs of its own on this host.

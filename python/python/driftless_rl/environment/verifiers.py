@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from driftless_rl.hook import Turn
-
-from ._failed import Failed
+from driftless_rl.hook import Failed, Turn
 
 try:
     import verifiers.v1 as vf
