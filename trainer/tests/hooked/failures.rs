@@ -151,7 +151,8 @@ impl driftless_trainer::sample::Engines for Seeded {
             }
             let output_ids = [0, 1].map(|next| token(seed, all.len() + next));
             let log_probs = &[-0.5; 2];
-            let piece = Piece { output_ids: &output_ids, log_probs, label: &label, located: true };
+            let piece =
+                Piece { output_ids: &output_ids, log_probs, label: &label, located: true, digest: None };
             told(piece);
             all.push(piece);
         }
@@ -165,6 +166,8 @@ impl driftless_trainer::sample::Engines for Seeded {
             spans_reported: true,
             finish: Finish::Stop,
             retractions: 0,
+            cached_tokens: None,
+            replies: Vec::new(),
         })
     }
 }
