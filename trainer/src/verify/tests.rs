@@ -2,11 +2,10 @@ use super::*;
 use crate::ledger::Ledger;
 use crate::options::LearnOptions;
 use crate::sample::{Trajectory, sample_id};
-use driftless_bridge::engine::ReplyDigest;
-use driftless_bridge::engine::{Finish, VersionSpan as Spoken};
+use driftless_bridge::engine::{Finish, ReplyDigest, VersionSpan as Spoken};
 use driftless_bridge::{Generation, Label, Rid};
 use driftless_buffer::sample::{ColumnId, Element};
-use driftless_buffer::{Identity, Log as Written, Options, Sample, Scalars};
+use driftless_buffer::{Identity, Log as Written, Options, Sample, Scalars, SyncPolicy};
 
 /// Answers of a group.
 const ANSWERS: u64 = 2;
@@ -116,23 +115,27 @@ impl Scene {
 
 fn write(dir: &Path, samples: &[Drawn]) -> Written {
     let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
-    let log = Written::open(dir, Options::new(identity)).unwrap();
-    for Drawn { id, parts, trajectory, replies } in samples {
-        let extra = replies.iter().map(|replies| (ColumnId::REPLIES, Element::U8, &replies[..]));
-        let extra: Vec<_> = extra.collect();
+    let options = Options::new(identity).with_sync(SyncPolicy::Manual).with_segment_bytes(1 << 20);
+    let log = Written::open(dir, options).unwrap();
+    let replies = samples.iter().map(|drawn| drawn.replies.iter());
+    let extra =
+        replies.map(|one| one.map(|replies| (ColumnId::REPLIES, Element::U8, &replies[..])).collect());
+    let extra: Vec<Vec<_>> = extra.collect();
+    let records = samples.iter().zip(&extra).map(|(drawn, extra)| {
+        let Drawn { id, parts, trajectory, .. } = drawn;
         let group_id = answer_of(*id) / ANSWERS;
-        let sample = Sample {
+        Sample {
             scalars: Scalars { sample_id: *id, group_id, parts: *parts, ..Scalars::default() },
             prompt_len: trajectory.prompt_len,
             tokens: &trajectory.tokens,
             log_probs: &trajectory.log_probs,
             loss_mask: &trajectory.loss_mask,
             spans: &trajectory.spans,
-            extra: &extra,
+            extra,
             ..Sample::default()
-        };
-        log.append(&sample).unwrap().wait().unwrap();
-    }
+        }
+    });
+    log.append_all(&records.collect::<Vec<_>>()).unwrap();
     log
 }
 
