@@ -53,7 +53,7 @@ fn conversation(family: &Family, turns: usize) -> (Tree, Vec<Message>) {
             unreachable!("no turn is a retry")
         };
         let turned =
-            tree.turn(family, plan, toy::generation("The answer is this.", "<|im_end|>"), 1).unwrap();
+            tree.turn(family, *plan, toy::generation("The answer is this.", "<|im_end|>"), 1).unwrap();
         let at = tree.commit(turned).unwrap();
         talk.extend([tree.answer(at).message, toy::user(&format!("{turn} {}", TEXT.repeat(8)))]);
     }

@@ -17,8 +17,9 @@ use driftless_http::{Server, Threads};
 use crate::error::{Error, Result};
 use crate::message::Converse;
 
-/// Its threads.
-const THREADS: Threads = Threads { io: 2, blocking: 1 };
+/// Its threads. Those that block read conversations: a first turn with tools that are new takes some hundred times a later
+/// one, which does not wait for it.
+const THREADS: Threads = Threads { io: 2, blocking: 4 };
 /// Connections beside those that asks have: probes, and strangers.
 const SPARE_CONNECTIONS: usize = 256;
 

@@ -150,7 +150,7 @@ pub enum Seen {
     /// It was answered before, in this turn.
     Answered(u32),
     /// It is to be drawn.
-    New(Plan),
+    New(Box<Plan>),
 }
 
 impl Tree {
@@ -185,7 +185,7 @@ impl Tree {
         }
         let plan = self.plan(family, &whole, &messages, parent, rest.len())?;
         self.has_room(&plan)?;
-        Ok(Seen::New(plan))
+        Ok(Seen::New(Box::new(plan)))
     }
 
     fn plan(
@@ -269,7 +269,7 @@ impl Tree {
                 && equal::all(before, &node.messages);
             let has_thoughts = answer.thinks(&node.answer);
             let is_own = node.turn.branch == asked.ask.branch;
-            fits.then(|| (before.len(), has_thoughts, is_own, std::cmp::Reverse(**at)))
+            fits.then_some((before.len(), has_thoughts, is_own, std::cmp::Reverse(**at)))
         };
         let ranked = self.below(parent).iter().filter_map(|at| Some((rank(&at)?, *at)));
         ranked.max_by_key(|(rank, _)| *rank).map(|(_, at)| at)

@@ -37,12 +37,13 @@ impl Session {
     ///
     /// # Errors
     /// What to wait for. The answer is then in the tree, or may be drawn.
-    fn begin(self: Arc<Self>, plan: Plan) -> Result<Begun, watch::Receiver<()>> {
+    fn begin(self: Arc<Self>, plan: Box<Plan>) -> Result<Begun, watch::Receiver<()>> {
         let mut drawing = self.drawing();
         if let Some(same) = drawing.iter().find(|drawing| plan.is_same(&drawing.plan)) {
             return Err(same.over.clone());
         }
-        let (plan, (sender, over)) = (Arc::new(plan), watch::channel(()));
+        let plan: Arc<Plan> = plan.into();
+        let (sender, over) = watch::channel(());
         drawing.push(Drawing { plan: plan.clone(), over });
         drop(drawing);
         Ok(Begun { session: self, plan, _over: sender })

@@ -314,7 +314,7 @@ impl<D: Draw> Inner<D> {
     async fn write(&self, session: &str, step: Step) -> Result<(), Refusal> {
         let Some(journal) = &self.journal else { return Ok(()) };
         let broken = |error: &dyn std::error::Error| Refusal::Broken(format!("session `{session}`: {error}"));
-        let bytes = Record::new(session, step).to_bytes().map_err(|error| broken(&error))?;
+        let bytes = Record::new(session, step).into_bytes().map_err(|error| broken(&error))?;
         journal.append(bytes).await.map_err(|error| broken(&error))
     }
 }

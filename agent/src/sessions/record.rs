@@ -46,7 +46,7 @@ impl Record {
     }
 
     /// Its JSON's length, its JSON, and the tokens of a turn.
-    pub(super) fn to_bytes(mut self) -> Result<Vec<u8>, serde_json::Error> {
+    pub(super) fn into_bytes(mut self) -> Result<Vec<u8>, serde_json::Error> {
         if let Step::Turned(turn) = &self.step {
             (self.given, self.sampled) = (turn.given.len(), turn.sampled.len());
         }
@@ -59,7 +59,7 @@ impl Record {
     }
 
     /// # Errors
-    /// What is wrong with bytes that [`Record::to_bytes`] did not make.
+    /// What is wrong with bytes that [`Record::into_bytes`] did not make.
     pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
         let other = || "expected a record of a session, found other bytes".to_owned();
         let (length, rest) = bytes.split_first_chunk().ok_or_else(other)?;

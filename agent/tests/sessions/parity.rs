@@ -34,7 +34,7 @@ fn written(message: &Message) -> serde_json::Value {
 
 pub(crate) fn plan(tree: &Tree, family: &driftless_agent::Family, ask: &Ask) -> Plan {
     match tree.see(family, ask).unwrap() {
-        Seen::New(plan) => plan,
+        Seen::New(plan) => *plan,
         Seen::Answered(at) => panic!("answered in turn {at}"),
     }
 }

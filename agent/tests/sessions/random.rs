@@ -159,7 +159,7 @@ impl Run {
         let answers: Vec<_> = answers.into_iter().map(Result::unwrap).collect();
         assert_eq!(answers[0], answers[3]);
         for (asked, answer) in asked.into_iter().zip(answers).take(3) {
-            let messages = [asked.messages.as_slice(), &[answer.message.clone()]].concat();
+            let messages = [asked.messages.as_slice(), std::slice::from_ref(&answer.message)].concat();
             self.talks.push(Talk { messages, branch: None, tools: Vec::new() });
             self.answered.push((asked, answer));
         }
