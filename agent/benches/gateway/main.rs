@@ -11,6 +11,7 @@ mod serve;
 #[path = "../../tests/sessions/toy.rs"]
 mod toy;
 
+use std::fmt;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
@@ -74,15 +75,14 @@ impl Drop for Served {
 
 fn measure(served: &Served, home: &Path) {
     let (mut talks, sync) = (Talks::new(SESSIONS + 1), synced(home));
-    println!("fdatasync of 4 KiB in DIR: {}", shown(sync));
+    println!("fdatasync of 4 KiB in DIR: {sync}");
     let unknown = one(served.gateway, &talks, SESSIONS).0;
     let before = served.resident();
     let (first, tokens): (Vec<_>, Vec<_>) = (0..SESSIONS).map(|at| one(served.gateway, &talks, at)).unzip();
-    let first = quantiles(first);
+    let first = Quantiles::of(first);
     println!(
-        "first turn of {} kB: {unknown:.1?} with an unknown head, then {}",
-        talks.body(0).len() / 1000,
-        shown(first)
+        "first turn of {} kB: {unknown:.1?} with an unknown head, then {first}",
+        talks.body(0).len() / 1000
     );
     // An id of each token, and a log-probability of each that was sampled, which are few.
     let columns = tokens.iter().sum::<u64>() * 4;
@@ -98,9 +98,9 @@ fn measure(served: &Served, home: &Path) {
             .into_iter()
             .map(|(name, addr)| {
                 let (took, late) = offered(addr, &mut talks, SESSIONS, RATE, SECONDS);
-                let (took, late) = (quantiles(took), quantiles(late));
-                println!("{name}, {RATE} turns/s: {}; sent late {}", shown(took), shown(late));
-                if late.1 > Duration::from_millis(1) {
+                let (took, late) = (Quantiles::of(took), Quantiles::of(late));
+                println!("{name}, {RATE} turns/s: {took}; sent late {late}");
+                if late.p99 > Duration::from_millis(1) {
                     println!(
                         "  the generator is late: these figures are the machine's rather than the server's"
                     );
@@ -108,28 +108,37 @@ fn measure(served: &Served, home: &Path) {
                 took
             })
             .collect();
-    let [(plain, _), .., (whole, whole_99)] = all[..] else { unreachable!("three are measured") };
-    let added = |whole: Duration, plain: Duration| whole.saturating_sub(plain);
+    let [plain, _, whole] = all[..] else { unreachable!("three are measured") };
     println!(
         "added to a later turn: {:.2?} p50, {:.2?} p99; {:.1}x the no-op route at p50",
-        added(whole, plain),
-        added(whole_99, all[0].1),
-        whole.as_secs_f64() / plain.as_secs_f64()
+        whole.p50.saturating_sub(plain.p50),
+        whole.p99.saturating_sub(plain.p99),
+        whole.p50.as_secs_f64() / plain.p50.as_secs_f64()
     );
 }
 
 /// The half and the 99th of 100.
-fn quantiles(mut times: Vec<Duration>) -> (Duration, Duration) {
-    times.sort();
-    (times[times.len() / 2], times[times.len() * 99 / 100])
+#[derive(Clone, Copy)]
+struct Quantiles {
+    p50: Duration,
+    p99: Duration,
 }
 
-fn shown((half, most): (Duration, Duration)) -> String {
-    format!("{half:.2?} p50, {most:.2?} p99")
+impl Quantiles {
+    fn of(mut times: Vec<Duration>) -> Self {
+        times.sort();
+        Quantiles { p50: times[times.len() / 2], p99: times[times.len() * 99 / 100] }
+    }
+}
+
+impl fmt::Display for Quantiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2?} p50, {:.2?} p99", self.p50, self.p99)
+    }
 }
 
 /// What the disk takes by itself.
-fn synced(home: &Path) -> (Duration, Duration) {
+fn synced(home: &Path) -> Quantiles {
     let mut file = File::create(home.join("synced")).unwrap();
     let write = |_| {
         let begun = Instant::now();
@@ -137,5 +146,5 @@ fn synced(home: &Path) -> (Duration, Duration) {
         file.sync_data().unwrap();
         begun.elapsed()
     };
-    quantiles((0..500).map(write).collect())
+    Quantiles::of((0..500).map(write).collect())
 }
