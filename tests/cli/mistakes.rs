@@ -465,13 +465,6 @@ fn flags_that_would_change_nothing_are_refused() {
         (&["--use-rollout-logprobs", "--use-tis"], "cannot be used with"),
         (&["--rm-url", "http://127.0.0.1:1", "--custom-rm-command", "true"], "cannot be used with"),
         (
-            &["--environment", "verifiers:a", "--custom-rm-command", "true"],
-            "'--environment <KIND:NAME>' cannot be used with '--custom-rm-command <HOOK>'",
-        ),
-        (&["--environment", "gym:a"], "expected KIND:NAME, where KIND is one of verifiers"),
-        (&["--environment", "verifiers:a", "--environment-args", "[]"], "expected an object of JSON"),
-        (&["--environment-args", "{}"], "--environment <KIND:NAME>"),
-        (
             &["--rm-url", "http://127.0.0.1:1", "--rm-type", "math"],
             "--rm-url: expected --rm-type remote_rm, or none, found math",
         ),
@@ -504,6 +497,21 @@ fn flags_that_would_change_nothing_are_refused() {
     ] {
         let found = words_of(flags);
         assert!(found.contains(words), "{flags:?}: {found}");
+    }
+}
+
+#[test]
+fn environment_has_prompts_answers_and_rewards_of_its_own() {
+    for (flags, words) in [
+        (&["verifiers:a", "--custom-rm-command", "true"][..], "--custom-rm-command"),
+        (&["verifiers:a", "--prompt-data", "a.jsonl"], "--prompt-data"),
+        (&["verifiers:a", "--eval-prompt-data", "test", "a.jsonl"], "--eval-prompt-data"),
+        (&["verifiers:a", "--task", "arithmetic"], "--task"),
+        (&["gym:a"], "expected KIND:NAME, where KIND is one of verifiers"),
+        (&["verifiers:a", "--environment-args", "[]"], "expected an object of JSON"),
+    ] {
+        let found = refused(driftless().args(["train", "--environment"]).args(flags));
+        assert!(found.contains("--environment") && found.contains(words), "{flags:?}: {found}");
     }
 }
 

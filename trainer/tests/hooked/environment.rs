@@ -117,7 +117,7 @@ async fn task(dir: &Path, python: &str, name: &str, settings: &str) -> Task {
 async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
     let tokenizer = Tokenizer::open(dir).unwrap();
     let says = tokenizer.encode(says).unwrap();
-    let rollouts = of_engines(dir, task, Arc::new(Says(says.clone())), 1024);
+    let rollouts = of_engines(dir, task, Arc::new(Says(says.clone())), 1024, 1);
     rollouts.task.ready().await.unwrap();
     generate(&rollouts).await.unwrap();
     let sample = |record: &driftless_buffer::Record| {

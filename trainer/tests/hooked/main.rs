@@ -133,13 +133,19 @@ fn turn(sample: u64) -> Turn<'static> {
 }
 
 fn rollouts(dir: &Path, task: Task) -> Arc<Rollouts> {
-    of_engines(dir, task, Arc::new(Echo), 16)
+    of_engines(dir, task, Arc::new(Echo), 16, 2)
 }
 
-fn of_engines(dir: &Path, task: Task, engines: Arc<dyn Engines>, vocabulary: u64) -> Arc<Rollouts> {
+fn of_engines(
+    dir: &Path,
+    task: Task,
+    engines: Arc<dyn Engines>,
+    vocabulary: u64,
+    groups: u64,
+) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     let log = Log::open(dir.join("log"), Options::new(identity)).unwrap();
-    let policy = Policy::new(Mode::Synchronous, 2, 1);
+    let policy = Policy::new(Mode::Synchronous, groups, 1);
     let queue = Queue::open(policy, &log.reader(), ANSWERS, 0, BTreeMap::new());
     Arc::new(Rollouts {
         engines,
@@ -147,7 +153,7 @@ fn of_engines(dir: &Path, task: Task, engines: Arc<dyn Engines>, vocabulary: u64
         log,
         progress: Arc::new(|_, _, _| {}),
         queue: Arc::new(queue),
-        options: RolloutOptions::new(2, ANSWERS).with_scope(1).with_vocabulary(vocabulary),
+        options: RolloutOptions::new(groups, ANSWERS).with_scope(1).with_vocabulary(vocabulary),
     })
 }
 

@@ -62,7 +62,7 @@ def _register(kind: str, name: str, settings: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m driftless_rl.environment", description=__doc__)
+    parser = argparse.ArgumentParser("python -m driftless_rl.environment", description="Answers for an environment of an installed package; --environment starts it.")
     parser.add_argument("environment", metavar="KIND:NAME", help=f"KIND is one of {', '.join(KINDS)}")
     parser.add_argument("--args", metavar="JSON", type=_settings, default={}, help="settings, by the package's own names")
     given = parser.parse_args(arguments)
