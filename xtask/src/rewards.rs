@@ -35,7 +35,7 @@ const REWARDS: Home = Home {
 const VERIFIERS: Home = Home {
     name: "verifiers-0.4.0-textarena-0.7.4-uv-0.9.18",
     packages: &["verifiers[ta]==0.4.0", "textarena==0.7.4", "uv==0.9.18"],
-    programs: &["openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
+    programs: &["openai==3.57.0", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
 };
 
 /// Directory of these wheels.
