@@ -37,6 +37,7 @@ mod trace;
 mod train;
 #[cfg(feature = "torch")]
 mod train_rank;
+mod try_;
 mod verify;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser};
@@ -107,6 +108,7 @@ macro_rules! commands {
 
 commands! {
     Train: train,
+    Try: try_,
     #[cfg(feature = "torch")]
     TrainRank: train_rank,
     #[cfg(feature = "torch")]

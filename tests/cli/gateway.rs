@@ -13,12 +13,12 @@ const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role
 const MARKS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 
 /// The id of a letter in [`model`].
-fn id(letter: char) -> i32 {
+pub(super) fn id(letter: char) -> i32 {
     MARKS.len() as i32 + letter as i32
 }
 
 /// A checkpoint of ChatML, with a token for each letter of ASCII.
-fn model(dir: &Path) -> PathBuf {
+pub(super) fn model(dir: &Path) -> PathBuf {
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4, "intermediate_size": 6,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 131,
         "tie_word_embeddings": true, "torch_dtype": "bfloat16", "max_position_embeddings": 4096});

@@ -24,6 +24,7 @@ mod signed;
 mod status;
 mod surface;
 mod trace;
+mod tried;
 mod verify;
 mod vllm;
 

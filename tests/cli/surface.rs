@@ -112,6 +112,18 @@ fn sound(run: &mut Run) -> Vec<Sound> {
             ],
             &[],
         ),
+        Sound::new(
+            &["try"],
+            &[
+                &"--hf-checkpoint",
+                &checkpoint,
+                &"--task",
+                &"arithmetic",
+                &"--rollout-external-engine-addrs",
+                &"127.0.0.1:1",
+            ],
+            &[],
+        ),
         Sound::new(&["fleet", "list"], &[], &[&host]),
         Sound::new(&["fleet", "drain"], &[], &[&host, Path::new("127.0.0.1:1")]),
         Sound::new(

@@ -12,7 +12,6 @@ use driftless::agent::Family;
 use driftless::agent::gateway::{Gateway, GatewayOptions};
 use driftless::agent::session::{Sample, Thoughts};
 use driftless::agent::sessions::{Draw, Opening, Sessions, Settings};
-use driftless::bridge::fleet::FleetOptions;
 use driftless::http::{check_exposure, runtime};
 use driftless::store::wait::Stop;
 use engines::{Engines, Nobody};
@@ -122,12 +121,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 impl Args {
     fn engines(&self) -> Result<Engines> {
         let addresses = &self.rollout_external_engine_addrs;
-        let client = self.draw.call.client("--rollout-external-engine-addrs", addresses)?;
-        let mut options = FleetOptions::default()
-            .with_concurrency(self.draw.sglang_server_concurrency)
-            .with_deadline(Duration::from_secs(self.draw.generate_deadline));
-        options.ca = client.ca;
-        let attaching = Engines::attach(addresses, &client.keys, &self.hf_checkpoint, options, self.seed);
+        let (options, keys) = self.draw.fleet(addresses)?;
+        let attaching = Engines::attach(addresses, &keys, &self.hf_checkpoint, options, self.seed);
         let runtime = runtime::handle();
         let runtime = runtime.map_err(|source| Error::Io { path: PathBuf::from("threads"), source })?;
         runtime::wait(&runtime, attaching)

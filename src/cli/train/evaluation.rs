@@ -6,7 +6,8 @@ use crate::cli::data::{self, source};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::{keys, numbers};
 use clap::builder::{PossibleValue, PossibleValuesParser};
-use driftless::bridge::SamplingParams;
+use driftless::bridge::fleet::FleetOptions;
+use driftless::bridge::{Keys, SamplingParams};
 use driftless::trainer::data::{DataOptions, Dataset, RowReader};
 use driftless::trainer::metrics::{HELD_OUT, HELD_OUT_GREEDY};
 use driftless::trainer::reward::Reward;
@@ -16,6 +17,7 @@ use driftless::trainer::tasks::{DataSource, Generated, Prompts, Task};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The names of tasks, for clap.
 fn names() -> PossibleValuesParser {
@@ -97,6 +99,16 @@ pub(crate) struct DrawArgs {
 }
 
 impl DrawArgs {
+    /// How engines at these addresses are asked, and their keys.
+    pub(crate) fn fleet(&self, addresses: &[String]) -> Result<(FleetOptions, Keys)> {
+        let client = self.call.client("--rollout-external-engine-addrs", addresses)?;
+        let mut options = FleetOptions::default()
+            .with_concurrency(self.sglang_server_concurrency)
+            .with_deadline(Duration::from_secs(self.generate_deadline));
+        options.ca = client.ca;
+        Ok((options, client.keys))
+    }
+
     /// How tokens are drawn.
     pub(crate) fn sampling(&self) -> SamplingParams {
         SamplingParams {

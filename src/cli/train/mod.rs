@@ -9,25 +9,20 @@ pub(crate) mod report;
 mod sft;
 mod show;
 pub(crate) mod task;
+mod update;
 mod watch;
 
-use crate::cli::shared::engines::COMPARES;
 #[cfg(not(feature = "torch"))]
 use crate::cli::shared::error::absent;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, line_out};
 use crate::cli::shared::signals::end_on_signals;
-use crate::cli::shared::transport::TransportArgs;
 #[cfg(feature = "torch")]
 use crate::cli::shared::transport::with_settings;
 use crate::cli::shared::{keys, numbers, paths, store};
 #[cfg(feature = "torch")]
 use crate::cli::train_rank;
 use crate::cli::{config, dashboard};
-use driftless::bridge::activate::Compare;
-use driftless::bridge::engine::Deadlines;
-use driftless::bridge::live::{PLUGIN_DIR, plugin_dir};
-use driftless::bridge::push::PushOptions;
 use driftless::bridge::{ClientOptions, connect};
 #[cfg(feature = "torch")]
 use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
@@ -36,8 +31,7 @@ use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
 use driftless::trainer::door::Listen;
 use driftless::trainer::events::{Bus, Event, EventFile, Fact, Sink};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
-use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
-use driftless::trainer::push::Pushes;
+use driftless::trainer::options::{Debug, Mode};
 use driftless::trainer::{TrainOptions, train};
 use evaluation::DrawArgs;
 use hooks::missing;
@@ -47,9 +41,10 @@ use report::Summary;
 use sft::SftArgs;
 use show::Show;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 use task::TaskArgs;
+use update::UpdateArgs;
 use watch::{WatchArgs, Watched};
 
 const EXAMPLES: &str = "\
@@ -107,7 +102,7 @@ pub(crate) struct Args {
     save_hf: Option<PathBuf>,
     /// Steps of the run; for SFT, optimiser steps. 0 only measures on held-out prompts [default: as many as --num-epoch
     /// needs].
-    #[arg(long, value_parser = numbers::ordinal())]
+    #[arg(long, value_parser = numbers::ordinal(), conflicts_with = "num_epoch")]
     num_rollout: Option<u64>,
     /// Seed of weights, data and sampling.
     #[arg(long, default_value_t = 1)]
@@ -210,90 +205,12 @@ struct RolloutArgs {
     draw: DrawArgs,
 }
 
-#[derive(clap::Args)]
-#[command(next_help_heading = "Weight updates")]
-struct UpdateArgs {
-    /// Store of the publications: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
-    #[arg(long, value_name = "URL", conflicts_with = "update_weight_disk_dir")]
-    store: Option<String>,
-    /// The same as --store file://DIR.
-    #[arg(long, value_name = "DIR")]
-    update_weight_disk_dir: Option<PathBuf>,
-    /// Name of the run in the store.
-    #[arg(long, default_value = "default")]
-    run: String,
-    /// dtype that engines get the layers' matrices in: fp8, in blocks of 128 x 128 with f32 scales
-    /// [default: as they are trained].
-    #[cfg(feature = "torch")]
-    #[arg(long, value_enum, requires = "rollout_hf_checkpoint", conflicts_with_all = ["learner", "check_weight_update_equal"])]
-    rollout_dtype: Option<RolloutDtype>,
-    /// Checkpoint directory that engines and followers start from, where it is another than --hf-checkpoint:
-    /// what `driftless quantize` makes of that.
-    #[cfg(feature = "torch")]
-    #[arg(long, value_name = "DIR", requires = "rollout_dtype")]
-    rollout_hf_checkpoint: Option<PathBuf>,
-    /// Publish whole versions or differences.
-    #[arg(long, value_enum, default_value_t = UpdateWeightMode::Delta)]
-    update_weight_mode: UpdateWeightMode,
-    #[command(flatten)]
-    transport: TransportArgs,
-    /// Publish after every so many steps.
-    #[arg(long, default_value_t = 1, value_parser = numbers::count::<u64>())]
-    update_weights_interval: u64,
-    /// Carry full tensors too in every version whose number is a multiple of this, so that a late joiner need
-    /// not replay the chain.
-    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
-    anchor_every: Option<u64>,
-    /// The same whenever the deltas since the last full tensors weigh this share of their bytes, or more.
-    #[arg(long, value_name = "SHARE", value_parser = numbers::positive)]
-    anchor_share: Option<f64>,
-    /// After each version remove those that no follower needs, as `driftless gc --keep` does.
-    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
-    keep: Option<u64>,
-    #[command(flatten)]
-    sign: keys::SignArgs,
-    #[command(flatten)]
-    notify: store::NotifyArgs,
-    /// Whether the run goes on with an engine of whose live weights its follower could compare nothing, by a plugin or
-    /// by checksums (auto), or ends (require). Each engine's outlook is told at the start.
-    #[arg(long, value_parser = numbers::one_of(&COMPARES), default_value = "auto")]
-    compare: Compare,
-    /// After every update compare the engines' checksums with those of the trainer's bytes; a difference ends
-    /// the run.
-    #[arg(long)]
-    check_weight_update_equal: bool,
-    /// Engines that must answer before the run starts, and serve a version before it goes on. Once so many do, the run
-    /// waits 10 s for the others, and goes on without them.
-    #[arg(long, default_value_t = 1, value_name = "ENGINES", value_parser = numbers::count::<usize>())]
-    engines_min: usize,
-    /// Seconds that so many engines may take to answer, and to come to a new version, before the run ends.
-    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = numbers::deadline())]
-    update_deadline: u64,
-    /// Write a training checkpoint after every so many steps.
-    #[arg(long, default_value_t = 20, value_parser = numbers::count::<u64>())]
-    save_interval: u64,
-}
-
-impl UpdateArgs {
-    /// The store, if one is named.
-    fn store_url(&self) -> Option<String> {
-        let dir = self.update_weight_disk_dir.as_ref().map(|dir| dir.display().to_string());
-        self.store.clone().or(dir)
-    }
-}
-
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum LossType {
     #[value(name = "policy_loss")]
     Policy,
     #[value(name = "sft_loss")]
     Sft,
-}
-
-#[cfg(feature = "torch")]
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum RolloutDtype {
-    Fp8,
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -415,19 +332,6 @@ fn gpu(_: &Args) -> Option<usize> {
     None
 }
 
-/// How the loop brings versions into engines by itself, if it does.
-fn pushes(update: &UpdateArgs, client: &ClientOptions, hf_checkpoint: &Path) -> Option<Pushes> {
-    if !update.transport.pushes() {
-        return None;
-    }
-    let deadlines = Deadlines::default().with_load(Duration::from_secs(update.update_deadline));
-    let client = client.clone().with_deadlines(deadlines);
-    let options =
-        PushOptions::default().with_client(client).with_base(hf_checkpoint).with_compare(update.compare);
-    let transport = update.transport.clone();
-    Some(Pushes::new(move |engines| Ok(transport.push(engines, options.clone())?)))
-}
-
 /// The learner that was asked for, which `train` loads.
 fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner> + use<>> {
     let (command, deadline) = (args.learner.clone(), Duration::from_secs(args.learner_deadline));
@@ -507,40 +411,6 @@ impl RolloutArgs {
     }
 }
 
-impl UpdateArgs {
-    /// The store's name; one in memory stands in where debugging leaves it alone.
-    fn store_or_memory(&self, debug: Debug) -> Result<String> {
-        match self.store_url() {
-            Some(store) => Ok(store),
-            None if debug == Debug::Off => {
-                Err(missing("store", "--store URL or --update-weight-disk-dir DIR"))
-            }
-            None => Ok("memory:".to_owned()),
-        }
-    }
-
-    /// Takes over what these flags say of publications and updates.
-    fn apply(self, options: TrainOptions) -> Result<TrainOptions> {
-        let (sign_key, trust_keys) = self.sign.read()?;
-        #[cfg(feature = "torch")]
-        let options = options.with_rollout_hf_checkpoint(self.rollout_hf_checkpoint);
-        Ok(options
-            .with_sign_key(sign_key)
-            .with_trust_keys(trust_keys)
-            .with_update_weight_mode(self.update_weight_mode)
-            .with_update_weights_interval(self.update_weights_interval)
-            .with_anchor_every(self.anchor_every)
-            .with_anchor_share(self.anchor_share)
-            .with_keep_versions(self.keep)
-            .with_notify(self.notify.notify()?)
-            .with_check_weight_update_equal(self.check_weight_update_equal)
-            .with_compare(self.compare)
-            .with_plugin_dir(Some(plugin_dir(std::env::var_os(PLUGIN_DIR))))
-            .with_engines_min(self.engines_min)
-            .with_update_deadline(Duration::from_secs(self.update_deadline)))
-    }
-}
-
 fn train_options(args: Args) -> Result<TrainOptions> {
     let (rollout, update, learn) = (args.rollout, args.update, args.learn);
     let debug = rollout.debug();
@@ -568,7 +438,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
             .with_save_hf(args.save_hf)
-            .with_push(pushes(&update, &client, &hf_checkpoint))
+            .with_push(update.pushes(&client, &hf_checkpoint))
             .with_eval(args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?)
             .with_sampling(sampling)
             .with_rollout_max_context_len(chosen.context_len)

@@ -41,7 +41,7 @@ pub(crate) struct TaskArgs {
     rollout_seed: u64,
     /// Times that the prompts are gone through, where --num-rollout does not say how many steps there are
     /// [default: 1].
-    #[arg(long, value_name = "N", value_parser = numbers::count::<u64>(), conflicts_with = "num_rollout")]
+    #[arg(long, value_name = "N", value_parser = numbers::count::<u64>())]
     #[serde(skip)]
     num_epoch: Option<u64>,
     #[command(flatten)]

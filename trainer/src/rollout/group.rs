@@ -185,7 +185,10 @@ pub(super) fn check_count(parts: &[Trajectory]) -> Result<()> {
 }
 
 /// The answer as rewards see it: what its last part says.
-pub(super) fn answer(task: &Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -> Result<Answer> {
+///
+/// # Errors
+/// Those of the tokenizer.
+pub fn answer(task: &Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -> Result<Answer> {
     let last = parts.last();
     let response = last.and_then(|last| last.tokens.get(last.prompt_len..)).unwrap_or_default();
     let metadata = parts.iter().rev().find_map(|part| part.metadata.clone());
@@ -201,7 +204,10 @@ pub(super) fn answer(task: &Task, sample: u64, prompt: &Prompt, parts: &[Traject
 }
 
 /// The rewards of a group: as many as answers, and finite.
-pub(super) async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<f32>> {
+///
+/// # Errors
+/// Those of the reward, and [`Error::Reward`] for others.
+pub async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<f32>> {
     checked(answers, task.reward.score(answers).await?)
 }
 

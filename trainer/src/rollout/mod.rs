@@ -16,6 +16,7 @@ mod queue;
 mod record;
 
 pub use crate::schedule::Policy;
+pub use group::{answer, rewards};
 pub(crate) use log::open_log;
 pub use measure::EvalSet;
 pub(crate) use parts::{group, raw_reward};
@@ -385,7 +386,8 @@ fn now() -> Instant {
 }
 
 /// The seed of an attempt at a sample is the same whenever it is asked for: one that a crash lost comes back as it was.
-fn sampling_seed(seed: u64, sample: u64, attempt: u64) -> u64 {
+#[must_use]
+pub fn sampling_seed(seed: u64, sample: u64, attempt: u64) -> u64 {
     let mut parts = [seed, sample].map(u64::to_le_bytes).to_vec();
     // Releases before knew the first attempt alone.
     parts.extend((attempt > 0).then(|| attempt.to_le_bytes()));

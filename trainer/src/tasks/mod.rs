@@ -7,8 +7,7 @@ mod sourced;
 pub mod tiny;
 
 pub use generated::Generated;
-pub use prompts::Prompts;
-pub(crate) use prompts::vocabulary;
+pub use prompts::{Prompts, vocabulary};
 pub use sourced::Sourced;
 
 use std::fmt;

@@ -86,7 +86,10 @@ impl DataSource for Prompts {
 }
 
 /// Tokens of the model of a checkpoint directory, as its `config.json` says.
-pub(crate) fn vocabulary(checkpoint: &Path) -> Result<Option<u64>> {
+///
+/// # Errors
+/// [`Error::Io`] and [`Error::Json`] for that file.
+pub fn vocabulary(checkpoint: &Path) -> Result<Option<u64>> {
     let path = checkpoint.join("config.json");
     let bytes = regular::read(&path).map_err(io("read", &path))?;
     let config: serde_json::Value =
