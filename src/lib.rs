@@ -10,6 +10,7 @@
 //! | `buffer` | [`buffer`] | the rollout log | yes |
 //! | `bridge` | `bridge` | inference engines: attach, generate, activate | no |
 //! | `agent` | `agent` | conversations as tokens, and the gateway for OpenAI's and Anthropic's clients | no |
+//! | `trainer` | `observe` | where a run is watched: Prometheus, TensorBoard | no |
 //! | `trainer` | `trainer` | the loop: tasks, rollouts, schedule, learners behind one trait | no |
 //! | `object` | – | stores on S3, Google Cloud Storage and Azure | no |
 //! | `arrow` | – | the log as Arrow IPC and Parquet | no |
@@ -45,6 +46,8 @@ pub use driftless_delta as delta;
 pub use driftless_follower as follower;
 #[cfg(feature = "http")]
 pub use driftless_http as http;
+#[cfg(feature = "trainer")]
+pub use driftless_observe as observe;
 #[cfg(feature = "relay")]
 pub use driftless_relay as relay;
 #[cfg(feature = "slime")]

@@ -225,7 +225,6 @@ impl Stage {
             .with_check_weight_update_equal(true)
             .with_eval_interval(0)
             .with_save_interval(1)
-            .with_keep_checkpoints(1)
             .with_rollout_log_bytes_max(1 << 30)
             .with_max_skipped_steps(0)
             .with_update_deadline(self.update_deadline)

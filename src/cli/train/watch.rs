@@ -8,8 +8,9 @@ use crate::cli::shared::output::say;
 use crate::cli::shared::{keys, paths};
 use clap::ArgGroup;
 use driftless::http::Server;
+use driftless::observe::{Prometheus, TensorBoard};
 use driftless::trainer::door::Listen;
-use driftless::trainer::events::{Prometheus, Sink, TensorBoard};
+use driftless::trainer::events::Sink;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 

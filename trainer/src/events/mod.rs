@@ -1,14 +1,11 @@
 //! What happens in a run, as data with a clock.
 //!
 //! The loop tells an [`Observer`]. A [`Bus`] is one that never holds it up: it hands facts to [`Sink`]s on a thread of its
-//! own, such as the [`EventFile`] and [`TensorBoard`].
+//! own, such as the [`EventFile`].
 
 mod alerts;
 mod bus;
 mod file;
-mod prometheus;
-mod scalars;
-mod tensorboard;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,8 +18,6 @@ use crate::metrics::{EvalMetrics, StepMetrics, unix_us};
 pub use alerts::{Alert, Alerts, Change};
 pub use bus::{Bus, Sink};
 pub use file::{EARLIER, EVENTS, EventFile};
-pub use prometheus::Prometheus;
-pub use tensorboard::TensorBoard;
 
 /// Is told what the loop is doing; called from several threads, which wait for it.
 pub type Observer = Arc<dyn Fn(Fact) + Send + Sync>;

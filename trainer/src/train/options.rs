@@ -110,8 +110,6 @@ pub struct TrainOptions {
     pub eval: Vec<EvalSet>,
     /// Write a training checkpoint after every so many steps.
     pub save_interval: u64,
-    /// Training checkpoints kept.
-    pub keep_checkpoints: usize,
     /// Bytes of the log, beyond which it gives back what no step learns from again.
     pub rollout_log_bytes_max: u64,
     /// Steps in a row that may be left out because they are not finite.
@@ -194,7 +192,6 @@ impl TrainOptions {
             eval_interval: 20,
             eval: Vec::new(),
             save_interval: 20,
-            keep_checkpoints: 2,
             rollout_log_bytes_max: 64 << 30,
             max_skipped_steps: 3,
             learn: LearnOptions::default(),

@@ -39,6 +39,8 @@ use crate::seed::first_bits;
 const CONSUMER: &str = "trainer";
 /// The directory of the rollout log.
 pub(super) const LOG: &str = "log";
+/// Training checkpoints that are kept.
+const CHECKPOINTS: usize = 2;
 /// The directory of the publisher's baseline.
 pub(super) const BASELINE: &str = "baseline";
 
@@ -545,7 +547,7 @@ fn place(options: &TrainOptions, run_id: RunId) -> Workspace {
         run_id: run_id.to_string(),
         model: MODEL.to_owned(),
         baseline: options.save.join(BASELINE),
-        keep: options.keep_checkpoints,
+        keep: CHECKPOINTS,
         anchor_every: options.anchor_every,
         anchor_share: options.anchor_share,
     }

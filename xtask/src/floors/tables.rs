@@ -186,6 +186,12 @@ pub(super) const HOUSES: &[House] = &[
         ],
     },
     House {
+        name: "driftless-observe",
+        below: &["driftless-http", "driftless-trainer"],
+        lines_max: LINES_MAX,
+        floors: &[&["scalars"], &["prometheus", "tensorboard"]],
+    },
+    House {
         name: "driftless-torch",
         below: &[
             "driftless-delta",

@@ -160,7 +160,7 @@ pub(super) const LANES: &[Lane] = &[
         programs: Tests::Some(&[
             "trainer::hooks",
             "trainer::hooked",
-            "trainer::tensorboard",
+            "observe::tensorboard",
             "agent::gateway",
         ]),
         takes: &[],
@@ -429,7 +429,7 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.logged(Command::new(&python).args(pairs))?;
     let mut hooks = context.program("trainer::hooks")?;
     context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", &python))?;
-    context.some(context.program("trainer::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
+    context.some(context.program("observe::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
     let mut clients = context.program("agent::gateway")?;
     context.some(clients.args(["--nocapture", "vendors_clients"]).env("DRIFTLESS_CLIENTS_PYTHON", python))?;
     let (python, wheels) = rewards::verifiers(&crate::cache_dir()?);

@@ -6,8 +6,10 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{Event, Fact, Sink, scalars};
-use crate::metrics::StepMetrics;
+use driftless_trainer::events::{Event, Fact, Sink};
+use driftless_trainer::metrics::StepMetrics;
+
+use crate::scalars;
 
 /// How the name of an event file begins; the seconds since 1970 follow, by which TensorBoard orders files.
 const PREFIX: &str = "events.out.tfevents.";

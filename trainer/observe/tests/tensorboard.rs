@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_trainer::events::{Event, Fact, Sink, TensorBoard};
+use driftless_observe::TensorBoard;
+use driftless_trainer::events::{Event, Fact, Sink};
 use driftless_trainer::metrics::{PublicationMetrics, StepMetrics};
 use serde_json::Value;
 use std::path::Path;

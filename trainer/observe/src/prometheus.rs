@@ -10,10 +10,12 @@ use driftless_http::listen::{Limits, serve_http};
 use driftless_http::metrics::{self, Page};
 use driftless_http::{Server, Threads, Token, check_exposure};
 
-use super::{Alert, Event, Fact, Sink, scalars};
-use crate::door::Listen;
-use crate::error::{Error, Result};
-use crate::metrics::StepMetrics;
+use driftless_trainer::door::Listen;
+use driftless_trainer::events::{Alert, Event, Fact, Sink};
+use driftless_trainer::metrics::StepMetrics;
+use driftless_trainer::{Error, Result};
+
+use crate::scalars;
 
 /// What stands before every name.
 const PREFIX: &str = "driftless_trainer";
@@ -231,9 +233,9 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::error::Failure;
-    use crate::goodput::{Goodput, Tokens};
-    use crate::metrics::{EvalMetrics, PublicationMetrics, SetMetrics};
+    use driftless_trainer::Failure;
+    use driftless_trainer::goodput::{Goodput, Tokens};
+    use driftless_trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics};
 
     fn step() -> StepMetrics {
         let one = |why: &str| (why.to_owned(), 1.5);

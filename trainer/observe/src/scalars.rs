@@ -2,11 +2,11 @@
 
 use serde_json::Value;
 
-use crate::metrics::StepMetrics;
+use driftless_trainer::metrics::StepMetrics;
 
 /// The numbers of a line of `metrics.jsonl`, each with the path to it. Numbers in lists have no path of their own, and
 /// are left out; so are the step's number and its moment, which every sink has apart.
-pub(super) fn of(step: &StepMetrics) -> Vec<(Vec<String>, f64)> {
+pub(crate) fn of(step: &StepMetrics) -> Vec<(Vec<String>, f64)> {
     let mut scalars = Vec::new();
     // A value without maps of other keys than text serialises.
     let line = serde_json::to_value(step).unwrap_or_default();
@@ -33,7 +33,7 @@ fn collect(value: &Value, path: &mut Vec<String>, scalars: &mut Vec<(Vec<String>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::PublicationMetrics;
+    use driftless_trainer::metrics::PublicationMetrics;
 
     #[test]
     fn numbers_have_their_paths_and_lists_have_none() {
