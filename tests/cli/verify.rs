@@ -10,7 +10,7 @@ use std::path::Path;
 /// A run of a step that learned from two samples of two tokens, of which the second has this log-probability.
 fn run(dir: &Path, log_prob: f32) {
     let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
-    let log = Log::open(&dir.join("log"), Options::new(identity)).expect("a log");
+    let log = Log::open(dir.join("log"), Options::new(identity)).expect("a log");
     for (number, log_prob) in [(0, -0.5), (1, log_prob)] {
         let (rid, before) = (Rid::new(1, number), context(0, &[5]));
         let mut digester = Digester::new(rid, before);

@@ -54,8 +54,13 @@ pub(super) fn assemble(
         return Err(Fault::of(format_args!("`tokens` in 0..{bound}"), id));
     }
     let mut trajectory = Trajectory::new(tokens, prompt_len);
-    for made in made {
-        trajectory.take(&made.input_ids, &made.generation);
+    for one in made {
+        // Of several that had read the same, the sample goes on with the one of which it has most.
+        let matched = |made: &Made| trajectory.matched(&made.input_ids, &made.generation.output_ids);
+        let mut twins = made.iter().filter(|twin| twin.input_ids == one.input_ids);
+        if twins.all(|twin| std::ptr::eq(twin, one) || matched(twin) <= matched(one)) {
+            trajectory.take(&one.input_ids, &one.generation);
+        }
     }
     trajectory.metadata = claim.metadata;
     match claim.loss_mask {
@@ -155,6 +160,10 @@ mod tests {
         let turns = [made(&[1], &[2, 3], 8), made(&[1], &[4, 5], 9)];
         let sample = assemble(claim(&[1, 2, 3]), &[1], &turns, None).unwrap();
         assert_eq!((sample.log_probs, sample.spans), (vec![-2.0, -3.0], vec![span(8, 0, 2)]));
+        // Both begin alike.
+        let turns = [made(&[1], &[2, 3], 8), made(&[1], &[2, 5], 9)];
+        let sample = assemble(claim(&[1, 2, 5]), &[1], &turns, None).unwrap();
+        assert_eq!((sample.log_probs, sample.spans), (vec![-2.0, -5.0], vec![span(9, 0, 2)]));
     }
 
     #[test]

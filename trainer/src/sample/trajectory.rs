@@ -45,12 +45,17 @@ impl Trajectory {
         }
     }
 
+    /// How many tokens of what an engine wrote stand here behind exactly what it had read.
+    pub(crate) fn matched(&self, input_ids: &[i32], output_ids: &[i32]) -> Option<usize> {
+        let behind = self.tokens.strip_prefix(input_ids)?;
+        Some(behind.iter().zip(output_ids).take_while(|(ours, theirs)| ours == theirs).count())
+    }
+
     /// Takes log-probs and versions of what an engine wrote, as far as the trajectory has it behind exactly what the
     /// engine had read, and behind all that was taken before.
     pub(crate) fn take(&mut self, input_ids: &[i32], generation: &Generation) {
         let Generation { output_ids, log_probs, .. } = generation;
-        let Some(behind) = self.tokens.strip_prefix(input_ids) else { return };
-        let length = behind.iter().zip(output_ids).take_while(|(ours, theirs)| ours == theirs).count();
+        let Some(length) = self.matched(input_ids, output_ids) else { return };
         let taken = self.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
         let start = match input_ids.len().checked_sub(self.prompt_len) {
             Some(start) if start >= taken => start,
