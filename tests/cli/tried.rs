@@ -13,7 +13,7 @@ fn says(reply: &str) -> String {
 
 fn try_in(dir: &Path, model: &Path, fake: &Fake) -> Command {
     let prompts = dir.join("prompts.jsonl");
-    std::fs::write(&prompts, "{\"input\": \"hi\", \"label\": \"ab\"}\n").expect("a file");
+    std::fs::write(&prompts, "{\"input\": \"hi\", \"label\": \"a\"}\n").expect("a file");
     let mut command = driftless();
     command.args(["try", "--rm-type", "exact", "--label-key", "label", "--prompt-data"]).arg(prompts);
     command.arg("--hf-checkpoint").arg(model);
@@ -27,15 +27,15 @@ fn a_prompt_is_tried_and_shown_token_by_token() {
     let dir = tempfile::tempdir().expect("a directory");
     let model = model(&dir.path().join("model"));
     let fake = Fake::start(&model);
-    fake.engine().tokens = vec![id('a'), id('b')];
+    fake.engine().tokens = vec![id('a')];
     let shown = json(&mut try_in(dir.path(), &model, &fake));
     assert_eq!((&shown["outcome"], &shown["reward"]), (&serde_json::Value::Null, &1.0.into()), "{shown}");
     let sample = &shown["samples"][0];
-    assert_eq!(sample["tokens"], serde_json::json!(['h', 'i', 'a', 'b'].map(id)));
-    assert_eq!(sample["loss_mask"], serde_json::json!([1, 1]));
+    assert_eq!(sample["tokens"], serde_json::json!(['h', 'i', 'a'].map(id)));
+    assert_eq!(sample["loss_mask"], serde_json::json!([1]));
     let text = run(&mut try_in(dir.path(), &model, &fake));
-    assert!(text.contains("2 tokens of prompt, 2 of response, 2 of them trained"), "{text}");
-    assert!(text.contains("\n  > hi\n  < ab\n") && !text.contains('\u{1b}'), "{text}");
+    assert!(text.contains("2 tokens of prompt, 1 of response, 1 of them trained"), "{text}");
+    assert!(text.contains("\n  > hi\n  < a\n") && !text.contains('\u{1b}'), "{text}");
 }
 
 #[test]
