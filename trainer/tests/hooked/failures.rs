@@ -115,11 +115,13 @@ async def answer(turn: Turn) -> None:
     assert_eq!(found(3).await.failure(), Failure::Hook);
 }
 
+/// Seeds, and tokens that were drawn already, by request.
+type Asked = BTreeMap<String, Vec<(u64, Vec<i32>)>>;
+
 /// Draws what follows from a request's seed, two tokens at a time.
 #[derive(Clone, Default)]
 struct Seeded {
-    /// Seeds, and tokens that were drawn already, by request.
-    asked: Arc<Mutex<BTreeMap<String, Vec<(u64, Vec<i32>)>>>>,
+    asked: Arc<Mutex<Asked>>,
     /// Stands still behind two tokens of each request's second attempt.
     is_stuck: bool,
 }
