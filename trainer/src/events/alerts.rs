@@ -171,6 +171,8 @@ impl Alerts {
 mod tests {
     use super::*;
 
+    type Spoil = fn(&mut StepMetrics);
+
     /// Begins and ends that a run of these steps has, each with the step.
     fn changes(steps: impl IntoIterator<Item = StepMetrics>) -> Vec<(u64, Alert, bool)> {
         let mut alerts = Alerts::default();
@@ -191,7 +193,7 @@ mod tests {
 
     #[test]
     fn alert_begins_and_ends_with_the_mean_of_some_steps() {
-        let bad: [(Alert, fn(&mut StepMetrics)); 6] = [
+        let bad: [(Alert, Spoil); 6] = [
             (Alert::Mismatch, |step| step.stats.log_prob_diff_mean = 0.2),
             (Alert::EntropyCollapse, |step| step.stats.entropy = 0.01),
             (Alert::ZeroVariance, |step| step.groups_zero_std = 9),
@@ -223,8 +225,10 @@ mod tests {
 
     #[test]
     fn alert_does_not_come_and_go_around_its_bound() {
-        let around =
-            |step: u64| StepMetrics { truncated: 0.3 + if step % 2 == 0 { 0.02 } else { -0.02 }, ..sound() };
+        let around = |step: u64| StepMetrics {
+            truncated: 0.3 + if step.is_multiple_of(2) { 0.02 } else { -0.02 },
+            ..sound()
+        };
         assert_eq!(changes((0..50).map(around)), [(4, Alert::Truncation, true)]);
     }
 
