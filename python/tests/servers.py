@@ -1,7 +1,6 @@
 """Engines as processes: how they are started, asked and ended."""
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -20,7 +19,14 @@ from typing import IO
 # A server compiles its bytecode at its first start; on two busy cores that takes minutes.
 STARTED, MOVED = 600, 120
 # What engines log when a process of theirs has died. Their HTTP server may stay, and then answers nothing.
-DEATHS = ("died unexpectedly (exit code", "EngineDeadError", "Scheduler hit an exception", "Child process unexpectedly")
+DEATHS = (
+    "died unexpectedly (exit code",
+    "EngineDeadError",
+    "Scheduler hit an exception",
+    "Child process unexpectedly",
+    # What answers at its port is another server.
+    "error while attempting to bind on address",
+)
 # Below what systems give away by default.
 PORTS = range(10_000, 30_000)
 
@@ -54,13 +60,15 @@ def turn(start: int, avoided: range) -> list[int]:
     return sorted(ports, key=lambda port: port in avoided)
 
 
-def free_port(asked=itertools.count(os.getpid() * 131)) -> int:
-    """A port that was free a moment ago. It is none of those that the system gives to whatever asks for any, unless the
-    system gives away all: a server may take half a minute until it listens."""
-    for port in turn(next(asked), given_away()):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+def free_port(ports=iter(turn(os.getpid() * 131, given_away())), one=threading.Lock()) -> int:
+    """A port that was free a moment ago, and that is given once: a server may take half a minute until it listens, and until
+    then another one would find it free. It is none of those that the system gives to whatever asks for any, unless the system
+    gives away all."""
+    with one:
+        for port in ports:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
     raise OSError(f"none of the ports {PORTS} is free")
 
 

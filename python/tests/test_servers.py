@@ -1,5 +1,7 @@
 """Servers of tests: their ports, and how it is noticed that one is dead."""
 
+import socket
+
 import pytest
 from servers import PORTS, Server, free_port, given_away, turn
 
@@ -24,6 +26,13 @@ def test_free_port_where_the_system_says_what_it_gives_away_is_none_of_that():
     if not set(PORTS) - set(given_away()):
         pytest.skip("the system gives away all of them")
     assert not {free_port() for _ in range(20)} & set(given_away())
+
+
+def test_free_port_behind_one_that_is_taken_is_given_once():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port() + 1))
+        ports = [free_port() for _ in range(5)]
+    assert len(set(ports)) == len(ports)
 
 
 def test_turn_with_ports_to_avoid_among_them_has_the_others_first():
