@@ -3,22 +3,25 @@
 use std::io;
 use std::net::TcpListener;
 use std::ops::{Range, RangeInclusive};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// Below what systems give away by default.
 const PORTS: Range<u16> = 10_000..30_000;
 
-/// A port that was free a moment ago. It is none of those that the system gives to whatever asks for any, unless the
-/// system gives away all: a server may take half a minute until it listens.
+/// The ports in turn that this process has not given away.
+static LEFT: LazyLock<Mutex<Box<dyn Iterator<Item = u16> + Send>>> =
+    LazyLock::new(|| Mutex::new(Box::new(turn(std::process::id().wrapping_mul(131), given_away()))));
+
+/// A port that was free a moment ago, and that this process gives once: a server may take half a minute until it listens,
+/// and until then another one would find it free. It is none of those that the system gives to whatever asks for any,
+/// unless the system gives away all.
 ///
 /// # Errors
 /// `AddrInUse` if all are in use.
 pub fn free() -> io::Result<u16> {
-    static ASKED: AtomicU32 = AtomicU32::new(0);
-    let asked = ASKED.fetch_add(1, Ordering::Relaxed);
-    let start = std::process::id().wrapping_mul(131).wrapping_add(asked);
+    let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
     let bound = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
-    turn(start, given_away()).find(bound).ok_or_else(|| io::ErrorKind::AddrInUse.into())
+    left.find(bound).ok_or_else(|| io::ErrorKind::AddrInUse.into())
 }
 
 /// The ports in turn, from one that follows from `start`: those first that the system does not give away.
@@ -50,6 +53,15 @@ mod tests {
             let port = free().unwrap();
             assert!(PORTS.contains(&port) && !given_away.contains(&port), "{port} of {given_away:?}");
         }
+    }
+
+    #[test]
+    fn free_port_behind_one_that_is_taken_is_given_once() {
+        let _taken = TcpListener::bind(("127.0.0.1", free().unwrap() + 1));
+        let mut ports: Vec<u16> = (0..5).map(|_| free().unwrap()).collect();
+        ports.sort_unstable();
+        ports.dedup();
+        assert_eq!(ports.len(), 5);
     }
 
     #[test]
