@@ -1,5 +1,5 @@
-//! Python packages that our rewards are compared with, that hooks call, that read what a run tells, that call the gateway, and
-//! whose environments are trained on; those that do not go together in environments of their own.
+//! Python packages that our rewards are compared with, that hooks call, that read what a run tells, that call the gateway or
+//! servers of tools, and whose environments are trained on; those that do not go together in environments of their own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ struct Home {
     programs: &'static [&'static str],
 }
 
-const HOMES: [&Home; 2] = [&REWARDS, &VERIFIERS];
+const HOMES: [&Home; 3] = [&REWARDS, &VERIFIERS, &TOOLS];
 
 const REWARDS: Home = Home {
     name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0",
@@ -38,6 +38,10 @@ const VERIFIERS: Home = Home {
     programs: &["openai==3.57.0", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
 };
 
+/// What asks servers of tools.
+const TOOLS: Home =
+    Home { name: "mcp-2.3.0-openai-3.57.0", packages: &["mcp==2.3.0", "openai==3.57.0"], programs: &[] };
+
 /// Directory of these wheels.
 const WHEELS: &str = "wheels";
 /// File whose presence says that the installation ran to its end.
@@ -47,7 +51,7 @@ const MARKER: &str = "installed";
 pub(crate) fn missing(cache: &Path) -> Option<String> {
     let found = HOMES.iter().all(|home| cache.join(home.name).join(MARKER).is_file());
     (!found).then(|| {
-        "math-verify, reasoning-gym, tensorboard, openai, anthropic and verifiers (cargo xtask test --ci rewards)"
+        "math-verify, reasoning-gym, tensorboard, openai, anthropic, verifiers and mcp (cargo xtask test --ci rewards)"
             .to_owned()
     })
 }
@@ -63,10 +67,15 @@ pub(crate) fn verifiers(cache: &Path) -> (PathBuf, PathBuf) {
     (home.join("bin/python"), home.join(WHEELS))
 }
 
+/// The interpreter that has what tools need.
+pub(crate) fn tools(cache: &Path) -> PathBuf {
+    cache.join(TOOLS.name).join("bin/python")
+}
+
 /// Installs what is not there. What an interrupted installation left is begun anew.
 pub(crate) fn install(cache: &Path) -> Result<()> {
     HOMES.iter().filter(|home| !cache.join(home.name).join(MARKER).is_file()).try_for_each(|home| {
-        println!("rewards: {} from PyPI (0.2 to 0.7 GB)", home.packages.join(", "));
+        println!("rewards: {} from PyPI (0.1 to 0.7 GB)", home.packages.join(", "));
         let at = cache.join(home.name);
         process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&at))?;
         let python = at.join("bin/python");

@@ -1,31 +1,32 @@
-//! `--environment`: prompts, answers and rewards at once, of a package of Python that is installed.
+//! `--environment`: prompts, answers and rewards at once, by a module of Python.
 
 use super::hooks::digest;
 use serde_json::{Map, Value};
 use std::fmt;
 use std::str::FromStr;
 
-/// Packages whose environments are known, as `python -m driftless_rl.environment` has them.
-const KINDS: [&str; 1] = ["verifiers"];
+/// Kinds of environments, as `python -m driftless_rl.environment` has them.
+const KINDS: [&str; 2] = ["tools", "verifiers"];
 
 #[derive(clap::Args, serde::Serialize)]
 #[command(next_help_heading = "Environment")]
 pub(crate) struct EnvironmentArgs {
-    /// Learn in an environment of an installed Python package, which gives prompts, answers and rewards: verifiers:NAME.
-    /// `python3` of PATH is asked, which needs driftless-rl and the package; see docs/agents.md.
+    /// Learn in an environment, which gives prompts, answers and rewards: verifiers:NAME of that package, or
+    /// tools:FOLDER, a calculator and a search over texts. `python3` of PATH is asked, which needs driftless-rl and the
+    /// package, for tools `openai`; see docs/agents.md.
     #[arg(long, value_name = "KIND:NAME", conflicts_with_all = [
         "task", "prompt_data", "data_source_command", "custom_generate_command", "custom_rm_command", "rm_type", "rm_url",
         "group_rm", "eval_prompt_data", "apply_chat_template", "input_key", "label_key", "metadata_key",
     ])]
     #[serde(serialize_with = "named")]
     environment: Option<Environment>,
-    /// Its settings, as an object by the package's own names: of verifiers, what [env] is in its files.
+    /// Its settings, as an object by the package's own names: of verifiers, what [env] is in its files; of tools, seed.
     #[arg(long, value_name = "JSON", requires = "environment", value_parser = object)]
     #[serde(serialize_with = "digest")]
     environment_args: Option<String>,
 }
 
-/// An environment, and the package that it is of.
+/// An environment, and the kind that it is of.
 #[derive(Clone)]
 struct Environment {
     kind: &'static str,
@@ -89,6 +90,7 @@ mod tests {
         };
         let start = "exec python3 -m driftless_rl.environment";
         assert_eq!(of("verifiers:a/b@1", None), format!("{start} 'verifiers:a/b@1'"));
+        assert_eq!(of("tools:a folder", None), format!("{start} 'tools:a folder'"));
         let written = of("verifiers:$(x)'; y", Some("{\"a\": \"'\"}"));
         assert_eq!(written, format!(r#"{start} 'verifiers:$(x)'\''; y' --args '{{"a": "'\''"}}'"#));
         for wrong in ["verifiers", "verifiers:", ":a", "other:a", ""] {

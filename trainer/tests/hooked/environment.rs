@@ -49,7 +49,7 @@ __all__ = ["Echo", "Twice"]
 /// The module as the wheel has it, without the extension of the wheel.
 const START: &str = "import runpy, sys, types\nname = 'driftless_rl'\nsys.modules[name] = types.ModuleType(name)\n\
                      sys.modules[name].__path__ = [sys.argv.pop(1)]\n\
-                     runpy.run_module(name + '.environment', run_name='__main__', alter_sys=True)\n";
+                     runpy.run_module(name + sys.argv.pop(1), run_name='__main__', alter_sys=True)\n";
 
 /// Writes the same text whenever it is asked, and tells as log-probability of each token how many it had read.
 struct Says(Vec<i32>);
@@ -89,17 +89,20 @@ fn python() -> Option<String> {
     python
 }
 
-/// The hooks of an environment, whose modules lie in `dir`, and whose words do.
-async fn task(dir: &Path, python: &str, name: &str, settings: &str) -> Task {
-    checkpoint(dir);
+/// A command that runs this module of the wheel, with other modules from `dir`.
+pub(super) fn command(dir: &Path, python: &str, module: &str, arguments: &str) -> String {
     std::fs::write(dir.join("start.py"), START).unwrap();
     let package = concat!(env!("CARGO_MANIFEST_DIR"), "/../python/python/driftless_rl");
-    let bin = Path::new(python).parent().unwrap().display();
-    let place = dir.display();
-    let at = format!(
+    let (bin, place) = (Path::new(python).parent().unwrap().display(), dir.display());
+    format!(
         "PATH='{bin}':$PATH HOME='{place}' PYTHONPATH='{place}' NLTK_DATA='{place}' exec '{python}' '{place}/start.py' '{package}' \
-         'verifiers:{name}' --args '{settings}'"
-    );
+         {module} {arguments}"
+    )
+}
+
+/// The hooks of an environment, whose modules lie in `dir` beside a checkpoint.
+pub(super) async fn task(dir: &Path, python: &str, name: &str, settings: &str) -> Task {
+    let at = command(dir, python, ".environment", &format!("'{name}' --args '{settings}'"));
     let clients = dir.to_owned();
     let open = move || {
         let options = HookOptions::new(at).with_deadline(Duration::from_secs(300));
@@ -112,8 +115,16 @@ async fn task(dir: &Path, python: &str, name: &str, settings: &str) -> Task {
     Task { generate: Some(Arc::new(generate)), ..Task::new(source, Arc::new(Rm::new(reward))) }
 }
 
-/// The text of the one sample of each answer to prompt 0, and its reward. Each token that is trained on was drawn behind
-/// exactly the tokens before it, and nothing else is.
+/// Each token that is trained on was drawn behind exactly the tokens before it, by an engine that tells how many it had read.
+pub(super) fn check_drawn(record: &driftless_buffer::Record) {
+    let prompt = record.tokens().len() - record.log_probs().len();
+    for (at, drawn) in record.loss_mask().iter().enumerate() {
+        let log_prob = if *drawn == 1 { -((prompt + at) as f32) } else { 0.0 };
+        assert_eq!(record.log_probs()[at], log_prob, "token {at}");
+    }
+}
+
+/// The text of the one sample of each answer to prompt 0, and its reward.
 async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
     let tokenizer = Tokenizer::open(dir).unwrap();
     let says = tokenizer.encode(says).unwrap();
@@ -121,12 +132,9 @@ async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
     rollouts.task.ready().await.unwrap();
     generate(&rollouts).await.unwrap();
     let sample = |record: &driftless_buffer::Record| {
+        check_drawn(record);
         let tokens = record.tokens();
         let prompt = tokens.len() - record.log_probs().len();
-        for (at, drawn) in record.loss_mask().iter().enumerate() {
-            let log_prob = if *drawn == 1 { -((prompt + at) as f32) } else { 0.0 };
-            assert_eq!(record.log_probs()[at], log_prob, "token {at}");
-        }
         let drawn: Vec<i32> = record
             .loss_mask()
             .iter()
@@ -147,6 +155,7 @@ async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
 async fn game_of_verifiers_is_played_and_scored_by_its_own() {
     let Some(python) = python() else { return };
     let dir = tempfile::tempdir().unwrap();
+    checkpoint(dir.path());
     // The package has its games look for words where nltk keeps them.
     std::fs::create_dir_all(dir.path().join("corpora/words")).unwrap();
     ["en", "en-basic"]
@@ -154,7 +163,7 @@ async fn game_of_verifiers_is_played_and_scored_by_its_own() {
         .for_each(|name| std::fs::write(dir.path().join("corpora/words").join(name), "eve\n").unwrap());
     let settings =
         r#"{"taskset": {"game": "Hangman-v0"}, "player": {"harness": {"id": "null"}, "max_turns": 6}}"#;
-    let task = task(dir.path(), &python, "textarena", settings).await;
+    let task = task(dir.path(), &python, "verifiers:textarena", settings).await;
     for (text, reward) in played(dir.path(), task, "[e]").await {
         assert!(text.contains("playing Hangman") && text.matches("[e]").count() >= 2, "{text}");
         assert!((0.0..1.0).contains(&reward) && reward > 0.6, "two of three letters: {reward}, {text}");
@@ -165,9 +174,10 @@ async fn game_of_verifiers_is_played_and_scored_by_its_own() {
 async fn environment_of_ones_own_trains_both_of_its_turns() {
     let Some(python) = python() else { return };
     let dir = tempfile::tempdir().unwrap();
+    checkpoint(dir.path());
     std::fs::write(dir.path().join("echo_twice.py"), ECHO).unwrap();
     let settings = r#"{"taskset": {"words": ["yes"]}, "player": {"harness": {"id": "null"}}}"#;
-    let task = task(dir.path(), &python, "echo-twice", settings).await;
+    let task = task(dir.path(), &python, "verifiers:echo-twice", settings).await;
     let answers = played(dir.path(), task, "yes").await;
     assert_eq!(answers.len(), super::ANSWERS as usize);
     for (text, reward) in answers {
@@ -180,11 +190,12 @@ async fn environment_of_ones_own_trains_both_of_its_turns() {
 async fn what_an_environment_lacks_is_told_before_it_plays() {
     let Some(python) = python() else { return };
     let dir = tempfile::tempdir().unwrap();
+    checkpoint(dir.path());
     std::fs::write(dir.path().join("echo_twice.py"), ECHO).unwrap();
     for (name, settings, words) in [
-        ("no-such", "{}", "pip install no-such"),
-        ("echo-twice", r#"{"taskset": {"words": ["yes"]}}"#, "runs code that the policy writes"),
-        ("echo-twice", r#"{"taskset": {"word": 1}}"#, "word"),
+        ("verifiers:no-such", "{}", "pip install no-such"),
+        ("verifiers:echo-twice", r#"{"taskset": {"words": ["yes"]}}"#, "runs code that the policy writes"),
+        ("verifiers:echo-twice", r#"{"taskset": {"word": 1}}"#, "word"),
     ] {
         let refused = task(dir.path(), &python, name, settings).await.ready().await.unwrap_err().to_string();
         assert!(refused.contains("--environment") && refused.contains(words), "{refused}");

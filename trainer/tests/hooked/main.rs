@@ -6,6 +6,7 @@ mod clients;
 mod environment;
 mod failures;
 mod many;
+mod tools;
 
 use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, Meter, Tell, VersionSpan};

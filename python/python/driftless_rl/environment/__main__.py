@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from driftless_rl.hook import Failed, Sample, Turn, generate, prompt, reward
 from driftless_rl.hook._serve import serve
 
-KINDS = ("verifiers",)
+KINDS = ("tools", "verifiers")
 # Answers that are open at once, each with programs of its own on this host.
 OPEN = 128
 
@@ -62,7 +62,7 @@ def _register(kind: str, name: str, settings: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m driftless_rl.environment", description="Answers for an environment of an installed package; --environment starts it.")
+    parser = argparse.ArgumentParser("python -m driftless_rl.environment", description="Answers for an environment; --environment starts it.")
     parser.add_argument("environment", metavar="KIND:NAME", help=f"KIND is one of {', '.join(KINDS)}")
     parser.add_argument("--args", metavar="JSON", type=_settings, default={}, help="settings, by the package's own names")
     given = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ where ``turn.generate`` waits. The other decorators are ``reward``, ``prompt`` a
 """
 
 from ._functions import dynamic_sampling_filter, generate, prompt, reward, reward_post_process, rollout_sample_filter
+from ._tools import Tool, run_tools
 from ._turn import BlockingTurn, Failed, Generation, Sample, Turn
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Failed",
     "Generation",
     "Sample",
+    "Tool",
     "Turn",
     "dynamic_sampling_filter",
     "generate",
@@ -27,4 +29,5 @@ __all__ = [
     "reward",
     "reward_post_process",
     "rollout_sample_filter",
+    "run_tools",
 ]

@@ -132,12 +132,17 @@ async def _in_thread(function: Callable[[Any], Any], given: Any) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
+    def tell(ended: tuple[Any, BaseException | None]) -> None:
+        # Nobody waits any more for a call that was late.
+        if not done.done():
+            done.set_result(ended)
+
     def run() -> None:
         try:
             ended: tuple[Any, BaseException | None] = function(given), None
         except BaseException as error:  # raised where it is waited for
             ended = None, error
-        loop.call_soon_threadsafe(done.set_result, ended)
+        loop.call_soon_threadsafe(tell, ended)
 
     threading.Thread(target=run, daemon=True).start()
     result, error = await done
