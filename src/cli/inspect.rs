@@ -2,14 +2,14 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
-use crate::cli::shared::run::{kind, kind_text, leases_json, leases_table, model, stored_bytes};
+use crate::cli::shared::run::{
+    Link, density, kind, kind_text, leases_json, leases_table, model, stored_bytes,
+};
 use crate::cli::shared::{numbers, paths, store};
 use driftless::store::{Store, redact};
 use driftless::transport::gc::{GcOptions, leases_at};
-use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX, Manifest};
-use driftless::transport::run::Committed;
+use driftless::transport::manifest::{MANIFEST_BYTES_MAX, Manifest};
 use driftless::transport::{Error as Transport, Run, Version};
-use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -111,44 +111,6 @@ fn runs(store: &Arc<dyn Store>, output: Output) -> Result<()> {
     })
 }
 
-/// One line of a chain.
-#[derive(Default, Serialize)]
-struct Link {
-    version: u64,
-    kind: &'static str,
-    anchor: bool,
-    base: Option<u64>,
-    trainer_step: u64,
-    /// Of the objects and the manifest.
-    bytes: u64,
-    full_bytes: u64,
-    /// `None` where nothing says which elements changed.
-    density: Option<f64>,
-    manifest_digest: String,
-}
-
-impl Link {
-    fn of(committed: &Committed) -> Result<Link> {
-        let manifest = &committed.manifest;
-        Ok(Link {
-            version: manifest.version.0,
-            kind: kind(manifest),
-            anchor: manifest.is_anchor(),
-            base: manifest.base.as_ref().map(|base| base.version.0),
-            trainer_step: manifest.trainer_step,
-            bytes: stored_bytes(manifest)?,
-            full_bytes: manifest.tensor_bytes(),
-            density: density(manifest),
-            manifest_digest: committed.digest.to_string(),
-        })
-    }
-
-    /// A version that was collected by an earlier release, or while this command looked.
-    fn collected(version: Version) -> Link {
-        Link { version: version.0, kind: "collected", base: version.0.checked_sub(1), ..Link::default() }
-    }
-}
-
 fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
     let (versions, oldest) = (run.versions(model)?, run.oldest(model)?);
     let links = versions.into_iter().map(|version| match run.get(model, version) {
@@ -226,12 +188,6 @@ fn version(manifest: &Manifest, output: Output) -> Result<()> {
              step {trainer_step}, {bytes} bytes in {objects} and the manifest, {changed}\n{tensors}"
         )
     })
-}
-
-/// Changed elements / all elements, of a version that is a difference to another.
-fn density(manifest: &Manifest) -> Option<f64> {
-    let density = || manifest.changed as f64 / manifest.elements().max(1) as f64;
-    (manifest.kind == Kind::Delta).then(density)
 }
 
 #[cfg(test)]

@@ -1,8 +1,11 @@
 //! `driftless dashboard`: what it answers of runs whose files grow, are damaged or lie.
 
-use crate::common::{Process, code, driftless, output, run};
+use crate::Run;
+use crate::common::{Process, code, driftless, json as reported, output, run};
 use crate::log::run_with_samples;
+use crate::trace::{BEGAN, made};
 use driftless_testkit::http::exchange;
+use driftless_testkit::tree::tree;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write as _;
@@ -12,7 +15,7 @@ use std::process::Command;
 
 /// A dashboard that runs, of these runs.
 struct Dashboard {
-    _process: Process,
+    process: Process,
     addr: SocketAddr,
 }
 
@@ -25,11 +28,20 @@ impl Dashboard {
         let mut process = Process::start("dashboard", dir, &mut command);
         let said = process.says(0).expect("where it listens");
         let addr = said["url"].as_str().and_then(|url| url.strip_prefix("http://")).expect("a URL");
-        Dashboard { addr: addr.parse().expect("an address"), _process: process }
+        Dashboard { addr: addr.parse().expect("an address"), process }
     }
 
     fn ask(&self, path: &str, headers: &str) -> (u16, String) {
         exchange(self.addr, &format!("GET {path}"), headers, "")
+    }
+
+    /// What comes of asking until it is as it shall be.
+    fn until(&mut self, path: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+        let addr = self.addr;
+        self.process.until(path, |_| {
+            let (_, body) = exchange(addr, &format!("GET {path}"), &format!("host: {addr}\r\n"), "");
+            serde_json::from_str(&body).ok().filter(&is_so)
+        })
     }
 
     fn get(&self, path: &str) -> Value {
@@ -181,6 +193,191 @@ fn engines_and_events_are_those_of_the_files() {
     assert_eq!(alerts(&board), [lost]);
 }
 
+/// What there is of this kind: each bar, as it came.
+fn bars(window: &Value, kind: &str) -> Vec<Value> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let rows = list(&window["tracks"]).into_iter().flat_map(|track| list(&track["rows"]));
+    let lanes = rows.filter(|row| row["kind"] == kind).flat_map(|row| list(&row["lanes"]));
+    lanes.flat_map(|lane| list(&lane)).collect()
+}
+
+#[test]
+fn time_of_steps_has_the_bars_that_trace_writes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    // Of three steps, and cut off by a crash.
+    let run_dir = made(dir.path());
+    let board = Dashboard::of(dir.path(), &[&run_dir], None);
+    let whole = board.get("/api/time");
+    assert_eq!(json!([whole["steps"], whole["shown"], whole["cut"]]), json!([[0, 2], [0, 2], false]));
+    assert_eq!(json!([whole["from_us"], whole["for_us"]]), json!([BEGAN * 1000 - 250, 3_000_250]));
+    for (kind, count) in [("steps", 3), ("learner", 6), ("answers", 6), ("evaluations", 1), ("versions", 3)] {
+        assert_eq!(bars(&whole, kind).len(), count, "{kind}: {whole}");
+    }
+    for (kind, count) in [("waits", 1), ("events", 2), ("engine", 3)] {
+        assert_eq!(bars(&whole, kind).len(), count, "{kind}: {whole}");
+    }
+    let step = board.get("/api/time?step=1&steps=1");
+    assert_eq!(
+        json!([step["shown"], bars(&step, "steps").len(), bars(&step, "events")]),
+        json!([[1, 1], 1, []])
+    );
+    let answer = &bars(&step, "answers")[1];
+    let parts = json!([
+        ["prefill", 10_250, 103_000, null],
+        ["decode", 113_250, 287_000, null],
+        ["reward", 400_250, 50_000, null]
+    ]);
+    assert_eq!(
+        json!([answer["name"], answer["at"], answer["took"], answer["parts"]]),
+        json!(["answer 3", 10_250, 440_000, parts])
+    );
+    assert_eq!((&answer["told"]["step"], answer["position"].is_u64()), (&json!(1), true));
+    let serving = &bars(&step, "engine")[0];
+    assert_eq!(
+        json!([serving["name"], serving["at"]]),
+        json!(["serving", 50_000 - 999_750]),
+        "as long as it lasted"
+    );
+    let asked = ["step=99&steps=2", "step=0&steps=999", "steps=0"]
+        .map(|ask| board.get(&format!("/api/time?{ask}"))["shown"].clone());
+    assert_eq!(json!(asked), json!([[1, 2], [0, 0], [2, 2]]));
+    assert_eq!(board.ask("/api/time?steps=-1", &format!("host: {}\r\n", board.addr)).0, 400);
+}
+
+#[test]
+fn time_of_a_long_run_reads_its_window_alone() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = |step: u64| BEGAN + step * 1000;
+    let line = |number: u64| {
+        let figures = json!({ "rollout_id": number, "completed_at_ms": at(number), "reward": 0.5, "response_length": 2.0,
+            "staleness_mean": 0.0, "staleness_max": 0, "generate_ms": 5.0, "train_ms": 300.0, "train_wait_ms": 400.0,
+            "wall_ms": 1000.0, "publication": null, "eval": null });
+        format!("{figures}\n")
+    };
+    let phase = |ms: u64, url: &str, phase: &str| {
+        format!("{}\n", json!({ "at_ms": ms, "event": "phase", "url": url, "phase": phase, "why": "" }))
+    };
+    // Two engines, one of which goes through its phases in every step; the other one's began long before.
+    let (mut metrics, mut events) = (String::new(), phase(BEGAN, "http://old", "serving"));
+    for step in 0..10_000 {
+        metrics += &line(step);
+        events +=
+            &(phase(at(step), "http://busy", "syncing") + &phase(at(step) + 500, "http://busy", "serving"));
+    }
+    let metrics = file(dir.path(), "metrics.jsonl", metrics.as_bytes());
+    file(dir.path(), "events.1.jsonl", events.as_bytes());
+    let lost = phase(at(9_999) + 700, "http://old", "lost");
+    let other = "x".repeat(5000);
+    let told = json!({ "at_ms": at(9_999) + 600, "event": "changed", "name": other });
+    file(dir.path(), "events.jsonl", format!("garbage\n{told}\n{lost}").as_bytes());
+    let board = Dashboard::of(dir.path(), &[dir.path()], None);
+    let names = |window: &Value, kind: &str| {
+        bars(window, kind).iter().map(|bar| bar["name"].clone()).collect::<Vec<_>>()
+    };
+    let middle = board.get("/api/time?step=5001&steps=2");
+    assert_eq!(names(&middle, "steps"), ["step 5000", "step 5001"]);
+    assert_eq!(names(&middle, "learner"), ["wait", "learn", "wait", "learn"]);
+    // Of the busy one what touches these two seconds.
+    assert_eq!(names(&middle, "engine").len(), 6 + 1, "{middle}");
+    let old = &bars(&middle, "engine")[6];
+    assert_eq!((&old["name"], old["at"].as_i64()), (&json!("serving"), Some(-4_999_000_000)), "{middle}");
+    let newest = board.get("/api/time");
+    assert_eq!(names(&newest, "steps").len(), 4);
+    assert_eq!(names(&newest, "engine").last(), Some(&json!("lost")), "the file before goes on in this one");
+    let changed = bars(&newest, "events");
+    assert!(
+        changed[0]["told"]["name"].as_str().is_some_and(|text| text.chars().count() == 301),
+        "{changed:?}"
+    );
+    // A step that is done again has its new place.
+    append(&metrics, &line(9_999).replace("\"train_ms\":300", "\"train_ms\":100"));
+    let learn = |window: &Value| bars(window, "learner").last().expect("one")["took"].clone();
+    assert_eq!(json!([learn(&newest), learn(&board.get("/api/time"))]), json!([300_000, 100_000]));
+    file(dir.path(), "metrics.jsonl", b"");
+    assert_eq!(board.get("/api/time")["steps"], Value::Null, "a run that begins again");
+}
+
+#[test]
+fn time_of_a_directory_without_files_is_empty() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let board = Dashboard::of(dir.path(), &[dir.path()], None);
+    let empty = board.get("/api/time?step=7");
+    assert_eq!(json!([empty["steps"], empty["tracks"], empty["cut"]]), json!([null, [], false]), "{empty}");
+    let waiting = json!({ "at_ms": BEGAN, "event": "waiting", "what": "engines", "on": "<b>" });
+    let begun = json!({ "at_ms": BEGAN + 500, "event": "begin", "step": 0, "of": 9 });
+    file(dir.path(), "events.jsonl", format!("{waiting}\n{begun}\n").as_bytes());
+    let first = board.get("/api/time");
+    let waits = bars(&first, "waits");
+    assert_eq!(
+        json!([first["from_us"], first["for_us"], waits[0]["took"]]),
+        json!([BEGAN * 1000, 500_000, 500_000])
+    );
+}
+
+#[test]
+fn store_of_a_run_is_told_and_nothing_is_written() {
+    let mut run = Run::new();
+    for more in [&[][..], &[], &["--anchor-every", "2"]] {
+        run.publish_with(|command| command.args(more));
+        run.made.step(50);
+    }
+    reported(run.follow_once().args(["--until-version", "1"]));
+    let save = tempfile::tempdir().expect("a directory");
+    let told = format!(
+        "# What was told, in {}; driftless 1.\n[train]\nstore = 'store'\nrun = 'test'\n",
+        run.dir.path().display()
+    );
+    file(save.path(), "run.toml", told.as_bytes());
+    let before = tree(&run.path("store"));
+    let mut board = Dashboard::of(save.path(), &[save.path()], None);
+    let is_told = |answer: &Value| !answer["found"].is_null() || !answer["unreachable"].is_null();
+    let answer = board.until("/api/store", is_told);
+    assert!(tree(&run.path("store")) == before, "something is written");
+    let found = &answer["found"];
+    let chain = reported(&mut run.command("inspect"));
+    let versions = found["newest"].as_array().expect("versions");
+    assert_eq!(versions.len(), 3, "{answer}");
+    for (held, link) in versions.iter().rev().zip(chain["chain"].as_array().expect("a chain")) {
+        for name in ["version", "kind", "anchor", "bytes", "density", "trainer_step"] {
+            assert_eq!(held[name], link[name], "{name} of {held}");
+        }
+        assert!(held["created_ms"].as_u64() > Some(0), "{held}");
+    }
+    assert_eq!(json!([found["leases"][0]["follower"], found["leases"][0]["live"]]), json!(["host", true]));
+    let gc = reported(run.command("gc").arg("--dry-run"));
+    assert_eq!((&found["gc"]["floor"], &found["gc"]["removed"]), (&gc["floor"], &gc["removed"]), "{answer}");
+    let kept = json!([{ "from": 1, "why": "host needs it" }, { "from": 2, "why": "the newest anchor: who joins late begins there" },
+        { "from": 2, "why": "the newest 1" }]);
+    assert_eq!((&found["gc"]["kept"], &found["gc"]["places"]), (&kept, &json!(1)), "{answer}");
+}
+
+#[test]
+fn store_that_does_not_answer_holds_up_nothing() {
+    let dir = tempfile::tempdir().expect("a directory");
+    // Accepts calls, and answers none.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = silent.local_addr().expect("an address");
+    let told = format!("[train]\nstore = 's3://bucket?endpoint=http://{addr}'\n");
+    let settings = file(dir.path(), "run.toml", told.as_bytes());
+    file(dir.path(), "metrics.jsonl", step(0, 0.5).as_bytes());
+    let board = Dashboard::of(dir.path(), &[dir.path()], None);
+    for _ in 0..20 {
+        let answer = board.get("/api/store");
+        assert_eq!(json!([answer["found"], answer["run"]]), json!([null, "default"]));
+    }
+    assert_eq!(board.get("/api/metrics")["rows"], 1);
+    drop(board);
+    let nowhere = dir.path().join("nowhere");
+    std::fs::write(&settings, format!("[train]\nstore = '{}'\nrun = 'r'\n", nowhere.display()))
+        .expect("a file");
+    let mut board = Dashboard::of(dir.path(), &[dir.path()], None);
+    let answer = board.until("/api/store", |answer| !answer["unreachable"].is_null());
+    assert!(answer["unreachable"].as_str().is_some_and(|why| why.contains("`r`")), "{answer}");
+    assert!(!nowhere.exists(), "nothing is made");
+    std::fs::remove_file(settings).expect("a file");
+    assert_eq!(board.get("/api/store")["store"], Value::Null, "a directory that names none");
+}
+
 #[test]
 fn strangers_and_pages_from_elsewhere_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -231,6 +428,7 @@ fn export_is_one_page_whose_data_ends_no_script() {
     let data = page.split_once("id=\"data\">").expect("data").1.split_once("</script>").expect("its end").0;
     let data: Value = serde_json::from_str(data).expect("JSON");
     assert_eq!(data["fleet/0"]["facts"][0]["what"], "</script><script>alert(1)");
+    assert_eq!(data["time/0"]["shown"], json!([4, 7]));
     assert_eq!((&data["metrics/0"]["rows"], &data["samples/0"]["total"]), (&json!(1), &json!(2)));
     let position = &data["samples/0"]["rows"][0]["position"];
     assert_eq!(data[format!("sample/0/{position}")]["prompt"], "What is");
@@ -276,6 +474,8 @@ fn views_have_content_in_chromium() {
     append(&metrics, &step(2, 0.75));
     assert!(shown("run").contains("3 steps"), "a run goes on");
     assert!(shown("goodput").contains("The largest loss is 100.0 %: idle: no request"));
+    let time = shown("time");
+    assert!(time.contains("steps 4–7") && time.contains("<canvas"), "{time}");
     let position = &board.get("/api/samples?order=worst")["rows"][0]["position"];
     let samples = shown(&format!("samples?position={position}"));
     assert!(

@@ -9,10 +9,10 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// Milliseconds since 1970 at which the run begins.
-const BEGAN: u64 = 1_795_000_000_000;
+pub(crate) const BEGAN: u64 = 1_795_000_000_000;
 
 /// A run of three steps of a second each, two answers a step and one of an evaluation, whose files a crash has cut off.
-fn made(dir: &Path) -> PathBuf {
+pub(crate) fn made(dir: &Path) -> PathBuf {
     let run = dir.join("run");
     std::fs::create_dir_all(&run).expect("a directory");
     let options = Options::new(Identity { run_id: [1; 16], model: "m".into(), tokenizer_digest: [0; 32] });

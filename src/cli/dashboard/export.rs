@@ -14,7 +14,7 @@ const ANSWERS: usize = 12;
 /// Writes it.
 pub(crate) fn export(runs: &[PathBuf], file: &Path) -> Result<()> {
     paths::check_output("--export", file)?;
-    let data = data(&Board::open(runs)?)?;
+    let data = data(&Board::open(runs, None)?)?;
     std::fs::write(file, html(&data)).map_err(|source| Error::Io { path: file.to_owned(), source })
 }
 
@@ -23,7 +23,7 @@ fn data(board: &Board) -> Result<String> {
     let mut answers = BTreeMap::from([("runs".to_owned(), board.answer("runs", &Ask::default())?)]);
     for run in 0..board.runs.len() {
         let of_run = || Ask { run, ..Ask::default() };
-        for what in ["metrics", "fleet"] {
+        for what in ["metrics", "fleet", "time"] {
             answers.insert(format!("{what}/{run}"), board.answer(what, &of_run())?);
         }
         // A run without a log has none.

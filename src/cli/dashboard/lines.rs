@@ -4,7 +4,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::paths;
 use std::fs::File;
 use std::io::{ErrorKind, Read as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 /// Longest line; a longer one counts as damaged.
@@ -13,11 +13,19 @@ const LINE_BYTES_MAX: usize = 4 << 20;
 const CHUNK: usize = 256 << 10;
 
 /// What a look at a file came upon.
+#[derive(Clone, Copy)]
 pub(super) enum Came<'a> {
-    /// A whole line; the answer is whether it was understood.
-    Line(&'a [u8]),
+    /// A whole line and where it begins; the answer is whether it was understood.
+    Line(&'a [u8], u64),
     /// The file is another one, or shorter than it was.
     Anew,
+}
+
+/// Which of two files that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Which {
+    Before,
+    Now,
 }
 
 /// A file that is read from where the last look ended. A line without its end is left for a later look.
@@ -25,7 +33,11 @@ pub(super) struct Lines {
     path: PathBuf,
     /// With its number on the disk. It is read to its end even where another file has its name by then.
     file: Option<(File, u64)>,
+    /// The one before it.
+    before: Option<File>,
     read: u64,
+    /// Where the line begins that is looked at.
+    begun: u64,
     partial: Vec<u8>,
     /// Within a line that is too long.
     skips: bool,
@@ -35,7 +47,21 @@ pub(super) struct Lines {
 
 impl Lines {
     pub(super) fn new(path: PathBuf) -> Self {
-        Lines { path, file: None, read: 0, partial: Vec::new(), skips: false, damaged: 0 }
+        Lines {
+            path,
+            file: None,
+            before: None,
+            read: 0,
+            begun: 0,
+            partial: Vec::new(),
+            skips: false,
+            damaged: 0,
+        }
+    }
+
+    /// Goes on with the file at `path`, behind the one that it had.
+    pub(super) fn then(&mut self, path: PathBuf) {
+        self.path = path;
     }
 
     /// Hands over what has been added. A file that is not there has nothing.
@@ -50,7 +76,8 @@ impl Lines {
             take(Came::Anew);
         }
         let fresh = Lines::new(std::mem::take(&mut self.path));
-        *self = Lines { damaged: self.damaged, ..fresh };
+        let before = self.file.take().map(|(file, _)| file);
+        *self = Lines { damaged: self.damaged, before, ..fresh };
         let file = paths::open("file of a run", &self.path)?;
         self.file = Some((file, found.ino()));
         self.rest(take)
@@ -72,14 +99,43 @@ impl Lines {
         Ok(())
     }
 
+    /// Hands over the lines again that begin at `from`, of the file before this one or of this, as far as they were read.
+    /// It ends where `take` says no, at the latest behind the chunk in which it did.
+    pub(super) fn again(&self, of: Which, from: u64, take: &mut dyn FnMut(&[u8]) -> bool) -> Result<bool> {
+        let file = match of {
+            Which::Before => self.before.as_ref(),
+            Which::Now => self.file.as_ref().map(|(file, _)| file),
+        };
+        let Some(file) = file else { return Ok(true) };
+        let (mut lines, mut chunk, mut goes_on) = (Lines::new(PathBuf::new()), vec![0; CHUNK], true);
+        while goes_on {
+            let count = match file.read_at(&mut chunk, from + lines.read) {
+                Ok(0) => break,
+                Ok(count) => count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(source) => return Err(Error::Io { path: self.path.clone(), source }),
+            };
+            lines.read += count as u64;
+            lines.split(&chunk[..count], &mut |came| {
+                if let Came::Line(line, _) = came {
+                    goes_on = goes_on && take(line);
+                }
+                true
+            });
+        }
+        Ok(goes_on)
+    }
+
     fn split(&mut self, mut bytes: &[u8], take: &mut dyn FnMut(Came<'_>) -> bool) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             self.hold(&bytes[..end]);
-            let is_good = !self.skips && (self.partial.is_empty() || take(Came::Line(&self.partial)));
+            let line = Came::Line(&self.partial, self.begun);
+            let is_good = !self.skips && (self.partial.is_empty() || take(line));
             self.damaged += u64::from(!is_good);
             self.partial.clear();
             self.skips = false;
             bytes = &bytes[end + 1..];
+            self.begun = self.read - bytes.len() as u64;
         }
         self.hold(bytes);
     }

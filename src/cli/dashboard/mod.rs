@@ -5,15 +5,17 @@ mod lines;
 mod read;
 mod samples;
 mod serve;
+mod store;
+mod time;
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
-use crate::cli::shared::{keys, paths};
+use crate::cli::shared::{keys, paths, store as stores};
 use driftless::http::Server;
 use driftless::store::wait::Stop;
 pub(crate) use export::export;
-use read::{Alert, Damaged, Files, json};
+use read::{Alert, Damaged, Files, json, without_secrets};
 use samples::{Ask, Samples};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -21,10 +23,11 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+use store::{Place, Shelf};
 
 const HELP: &str = "\
-The page shows figures, goodput, answers and engines of runs that go on, have ended or have crashed. It reads the files of
-`train --save` and writes nothing. Beyond loopback it wants a token, which the page asks for.
+The page shows figures, goodput, answers, engines, a time line and the store of runs that go on, have ended or have crashed.
+It reads the files of `train --save`, and for its view Store the store that run.toml names. It writes nothing. Beyond loopback it wants a token, which the page asks for.
 
 Examples:
   driftless dashboard runs/first
@@ -36,7 +39,7 @@ Examples:
 const RUNS_MAX: usize = 16;
 
 /// Path, type and content of each file of the page.
-const PAGE: [(&str, &str, &[u8]); 9] = [
+const PAGE: [(&str, &str, &[u8]); 11] = [
     ("/", "text/html; charset=utf-8", include_bytes!("page/index.html")),
     ("/page.css", "text/css; charset=utf-8", include_bytes!("page/page.css")),
     ("/uPlot.css", "text/css; charset=utf-8", include_bytes!("page/uPlot.min.css")),
@@ -45,10 +48,12 @@ const PAGE: [(&str, &str, &[u8]); 9] = [
     ("/run.js", "text/javascript; charset=utf-8", include_bytes!("page/run.js")),
     ("/goodput.js", "text/javascript; charset=utf-8", include_bytes!("page/goodput.js")),
     ("/samples.js", "text/javascript; charset=utf-8", include_bytes!("page/samples.js")),
+    ("/time.js", "text/javascript; charset=utf-8", include_bytes!("page/time.js")),
+    ("/store.js", "text/javascript; charset=utf-8", include_bytes!("page/store.js")),
     ("/fleet.js", "text/javascript; charset=utf-8", include_bytes!("page/fleet.js")),
 ];
 
-/// Show runs on a page: figures, goodput, answers, engines.
+/// Show runs on a page: figures, goodput, answers, engines, a time line, the store.
 #[derive(clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Args {
@@ -61,9 +66,13 @@ pub(crate) struct Args {
     /// File holding the token that viewers must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
+    /// Store of the runs, where another is asked than the one in their run.toml: file:///dir, a path, s3://bucket/prefix,
+    /// gs://…, az://….
+    #[arg(long, value_name = "URL")]
+    store: Option<String>,
     /// Write the page with what it shows now into this file, and serve nothing. Of the answers it has the newest step's
     /// best and worst.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "token_file"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "token_file", "store"])]
     export: Option<PathBuf>,
 }
 
@@ -77,7 +86,12 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         return output.print(&value, |_| format!("page: {}", file.display()));
     }
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    let server = serve::serve(Board::open(&args.runs)?, args.listen, token)?;
+    if let Some(url) = &args.store {
+        // What is no store is refused here, before anything is asked.
+        stores::open(url)?;
+    }
+    let board = Board::open(&args.runs, args.store.as_deref())?;
+    let server = serve::serve(board, args.listen, token)?;
     let url = format!("http://{}", server.addr());
     output.print(&serde_json::json!({ "url": url }), |_| format!("dashboard on {url}"))?;
     let stop = Stop::new();
@@ -88,7 +102,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 
 /// Serves the page of the run in `save`, which may be about to begin, until the server is dropped.
 pub(crate) fn serve_run(save: &Path, listen: SocketAddr, token: Option<String>) -> Result<Server> {
-    serve::serve(Board { runs: vec![Mutex::new(Watched::open(save)?)] }, listen, token)
+    serve::serve(Board { runs: vec![Mutex::new(Watched::open(save, None)?)] }, listen, token)
 }
 
 /// The runs that are shown.
@@ -99,6 +113,9 @@ struct Board {
 struct Watched {
     files: Files,
     samples: Samples,
+    shelf: Shelf,
+    /// The store that is asked, where it is not the one that the run was told.
+    store: Option<String>,
 }
 
 /// A run, in the list of all.
@@ -119,10 +136,10 @@ struct Summary {
 }
 
 impl Board {
-    fn open(runs: &[PathBuf]) -> Result<Self> {
+    fn open(runs: &[PathBuf], store: Option<&str>) -> Result<Self> {
         let open = |dir: &PathBuf| {
             paths::check_dir("RUN", dir)?;
-            Ok(Mutex::new(Watched::open(dir)?))
+            Ok(Mutex::new(Watched::open(dir, store)?))
         };
         Ok(Board { runs: runs.iter().map(open).collect::<Result<_>>()? })
     }
@@ -137,31 +154,37 @@ impl Board {
         let run = run.ok_or_else(|| Error::usage("run", format!("one of {}", self.runs.len()), ask.run))?;
         let mut run = run.lock().unwrap_or_else(PoisonError::into_inner);
         run.files.look()?;
-        let Watched { files, samples } = &mut *run;
+        let Watched { files, samples, shelf, store } = &mut *run;
         match what {
             "metrics" => files.table.rows(ask.epoch, ask.from),
             "fleet" => files.facts.json(),
             "samples" => samples.list(ask, &files.taken),
             "sample" => samples.one(ask.position),
-            _ => Err(Error::usage("path", "runs, metrics, fleet, samples or sample", what)),
+            "time" => time::window(files, samples, ask),
+            "store" => {
+                let (told, flags) = files.settings();
+                shelf.answer(Place::of(&told, &flags, store.as_deref()))
+            }
+            _ => Err(Error::usage("path", "runs, metrics, fleet, samples, sample, time or store", what)),
         }
     }
 }
 
 impl Watched {
-    fn open(dir: &Path) -> Result<Self> {
-        Ok(Watched { files: Files::new(dir)?, samples: Samples::new(dir) })
+    fn open(dir: &Path, store: Option<&str>) -> Result<Self> {
+        let (files, samples) = (Files::new(dir)?, Samples::new(dir));
+        Ok(Watched { files, samples, shelf: Shelf::default(), store: store.map(str::to_owned) })
     }
 
     fn summary(&mut self) -> Summary {
         let unreadable = self.files.look().err().map(|error| told(&error));
-        let (told, settings) = self.files.settings();
+        let (told, flags) = self.files.settings();
         let dir = &self.files.dir;
         Summary {
             name: name(dir),
             dir: dir.display().to_string(),
             told,
-            settings,
+            settings: without_secrets(&flags),
             steps: self.files.table.steps(),
             of: self.files.facts.of(),
             alerts: self.files.facts.alerts(),

@@ -1,6 +1,7 @@
 //! What the files of a run say: figures of its steps, what happened, which groups each step took.
 
 use super::lines::{Came, Lines, text};
+use super::time::Index;
 use crate::cli::shared::alerts::remedy;
 use crate::cli::shared::error::{Error, Result};
 use driftless::store::redact;
@@ -29,16 +30,18 @@ const ALERTS_MAX: usize = 32;
 /// Groups of the steps.
 const GROUPS_MAX: usize = 4 << 20;
 /// Longest fact, and longest name of a figure.
-const FACT_BYTES_MAX: usize = 32 << 10;
+pub(super) const FACT_BYTES_MAX: usize = 32 << 10;
 const NAME_BYTES_MAX: usize = 200;
 const SETTINGS_BYTES_MAX: u64 = 1 << 20;
 
 /// The files of a run.
 pub(super) struct Files {
     pub(super) dir: PathBuf,
-    metrics: Lines,
-    events: Lines,
+    pub(super) metrics: Lines,
+    /// First of those before, then of those since.
+    pub(super) events: Lines,
     ledger: Lines,
+    pub(super) index: Index,
     pub(super) table: Table,
     pub(super) facts: Facts,
     pub(super) taken: Taken,
@@ -58,24 +61,31 @@ impl Files {
         let mut files = Files {
             dir: dir.to_owned(),
             metrics: lines(METRICS),
-            events: lines(EVENTS),
+            events: lines(EARLIER),
             ledger: lines(ledger::FILE),
+            index: Index::default(),
             table: Table { stride: 1, ..Table::default() },
             facts: Facts::default(),
             taken: Taken::default(),
         };
-        let mut earlier = lines(EARLIER);
-        earlier.look(&mut |came| files.facts.take(came))?;
-        files.events.damaged = earlier.damaged;
+        files.look()?;
+        files.events.then(dir.join(EVENTS));
         files.look()?;
         Ok(files)
     }
 
     /// Reads what has been added.
     pub(super) fn look(&mut self) -> Result<()> {
-        let (table, facts, taken) = (&mut self.table, &mut self.facts, &mut self.taken);
-        self.metrics.look(&mut |came| table.take(came))?;
-        self.events.look(&mut |came| facts.take(came))?;
+        let (index, table) = (&mut self.index, &mut self.table);
+        let (facts, taken) = (&mut self.facts, &mut self.taken);
+        self.metrics.look(&mut |came| {
+            index.step(came);
+            table.take(came)
+        })?;
+        self.events.look(&mut |came| {
+            index.event(came);
+            facts.take(came)
+        })?;
         self.ledger.look(&mut |came| taken.take(came))
     }
 
@@ -85,13 +95,18 @@ impl Files {
     }
 
     /// What the run was told: the comment of its settings' file, and each flag of `train`.
-    pub(super) fn settings(&self) -> (String, BTreeMap<String, String>) {
+    pub(super) fn settings(&self) -> (String, toml::Table) {
         let text = text(&self.dir.join("run.toml"), SETTINGS_BYTES_MAX).unwrap_or_default();
         let told = text.lines().next().and_then(|line| line.strip_prefix("# ")).unwrap_or_default();
         let table: toml::Table = text.parse().unwrap_or_default();
         let flags = table.get("train").and_then(toml::Value::as_table).cloned().unwrap_or_default();
-        (told.to_owned(), flags.iter().map(|(flag, value)| (flag.clone(), shown(flag, value))).collect())
+        (told.to_owned(), flags)
     }
+}
+
+/// Settings without what may be secret.
+pub(super) fn without_secrets(flags: &toml::Table) -> BTreeMap<String, String> {
+    flags.iter().map(|(flag, value)| (flag.clone(), shown(flag, value))).collect()
 }
 
 /// A setting without what may be secret: only the program of a command is shown, and URLs lack passwords and queries.
@@ -151,7 +166,7 @@ impl Serialize for Figures<'_> {
 
 impl Table {
     fn take(&mut self, came: Came<'_>) -> bool {
-        let Came::Line(line) = came else {
+        let Came::Line(line, _) = came else {
             *self = Table { epoch: self.epoch + 1, stride: 1, ..Table::default() };
             return true;
         };
@@ -297,7 +312,7 @@ struct Fact {
 impl Facts {
     fn take(&mut self, came: Came<'_>) -> bool {
         // Another file goes on where the one before ended.
-        let Came::Line(line) = came else { return true };
+        let Came::Line(line, _) = came else { return true };
         let Ok(fact) = serde_json::from_slice::<Fact>(line) else { return false };
         if line.len() > FACT_BYTES_MAX {
             self.dropped += 1;
@@ -410,7 +425,7 @@ struct Learned {
 
 impl Taken {
     fn take(&mut self, came: Came<'_>) -> bool {
-        let Came::Line(line) = came else {
+        let Came::Line(line, _) = came else {
             *self = Taken::default();
             return true;
         };

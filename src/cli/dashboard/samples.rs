@@ -4,12 +4,15 @@ use super::read::{Taken, json};
 use crate::cli::log::show::{groups, ids};
 use crate::cli::log::texts::{Texts, log_in};
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::timeline::is_answer;
 use driftless::buffer::sample::{Scalars, Verdict};
 use driftless::buffer::{Kind, Position, Reader, Record};
 use driftless::trainer::data::Tokenizer;
 use driftless::trainer::rollout::{EvaluationNote, PromptNote};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 /// Rows of a list, and answers of a group.
@@ -30,6 +33,8 @@ pub(super) struct Ask {
     pub(super) epoch: u64,
     pub(super) from: usize,
     pub(super) step: Option<u64>,
+    /// Steps of a window that ends with `step`.
+    pub(super) steps: Option<u64>,
     pub(super) kind: Which,
     pub(super) order: Order,
     pub(super) reward_min: Option<f32>,
@@ -137,6 +142,35 @@ impl Samples {
             return Ok(reader.clone());
         }
         Ok(self.reader.insert(Reader::open(log_in(self.dir.clone()))?).clone())
+    }
+
+    /// The first and the last step that answers are of.
+    pub(super) fn steps(&mut self) -> Result<Option<(u64, u64)>> {
+        let rollouts = self.reader()?.rollouts();
+        Ok(rollouts.first().copied().zip(rollouts.last().copied()))
+    }
+
+    /// Answers of these steps as `trace` has them, of the last steps at most so many, in the order of the log; and whether
+    /// there may be more.
+    pub(super) fn of_steps(
+        &mut self,
+        steps: RangeInclusive<u64>,
+        most: usize,
+    ) -> Result<(Vec<Record>, bool)> {
+        let reader = self.reader()?;
+        let (mut found, mut is_cut) = (BTreeMap::new(), false);
+        for step in steps.rev() {
+            let (others, .., cut) = apart(&reader, step, is_answer);
+            is_cut |= cut;
+            let groups = reader.groups(step, 1);
+            let learned = groups.into_iter().flat_map(|group| group.records).filter(is_answer);
+            found.extend(learned.chain(others).map(|record| (record.position(), record)));
+            if found.len() > most {
+                is_cut = true;
+                break;
+            }
+        }
+        Ok((found.into_values().rev().take(most).rev().collect(), is_cut))
     }
 
     /// A page of the answers of a step, as JSON.
@@ -286,7 +320,7 @@ fn row(record: &Record, kind: Which, reader: &Reader) -> Row {
     }
 }
 
-/// Answers of a step that are in no group. The log is read where those of the step that are in one lie, or its end.
+/// Answers of a step, those in no group too. The log is read where those of the step that are in one lie, or its end.
 fn apart(
     reader: &Reader,
     step: u64,

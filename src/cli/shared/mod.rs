@@ -5,6 +5,7 @@
 //! | `error`, `output`, `progress` | how a command ends, prints, and shows that it goes on |
 //! | `paths`, `numbers`, `keys` | what flags name, checked before anything is made |
 //! | `run`, `store`, `slime`, `transport`, `engines` | flags that commands share: runs, stores, slime's layout, ways of weights, which engines are taken and how they came by a version |
+//! | `timeline`, `alerts` | what the files of a run say: when everything happened, and what to do about an alert |
 //! | `scratch` | directories that go with a command |
 //! | `signals`, `mapped`, `failpoints` | the process: its end, unreadable pages, crash points |
 
@@ -24,4 +25,5 @@ pub(crate) mod scratch;
 pub(crate) mod signals;
 pub(crate) mod slime;
 pub(crate) mod store;
+pub(crate) mod timeline;
 pub(crate) mod transport;

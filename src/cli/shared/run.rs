@@ -1,11 +1,13 @@
-//! The run that a command is about, and the leases that its followers have on it.
+//! The run that a command is about, its versions, and the leases that its followers have on it.
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::table;
 use crate::cli::shared::slime::Layout;
 use driftless::transport::gc::Lease;
 use driftless::transport::manifest::{Kind, Manifest};
+use driftless::transport::run::Committed;
 use driftless::transport::{Run, Version};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 /// The run that a command publishes to, or follows.
@@ -72,6 +74,50 @@ pub(crate) fn kind_text(kind: &'static str, anchor: bool) -> &'static str {
 /// Bytes of a publication: its objects and its manifest, as `publish` counts them.
 pub(crate) fn stored_bytes(manifest: &Manifest) -> Result<u64> {
     Ok(manifest.object_bytes() + manifest.to_bytes()?.len() as u64)
+}
+
+/// Changed elements / all elements, of a version that is a difference to another.
+pub(crate) fn density(manifest: &Manifest) -> Option<f64> {
+    let density = || manifest.changed as f64 / manifest.elements().max(1) as f64;
+    (manifest.kind == Kind::Delta).then(density)
+}
+
+/// One line of a chain.
+#[derive(Clone, Default, Serialize)]
+pub(crate) struct Link {
+    pub(crate) version: u64,
+    pub(crate) kind: &'static str,
+    pub(crate) anchor: bool,
+    pub(crate) base: Option<u64>,
+    pub(crate) trainer_step: u64,
+    /// Of the objects and the manifest.
+    pub(crate) bytes: u64,
+    pub(crate) full_bytes: u64,
+    /// `None` where nothing says which elements changed.
+    pub(crate) density: Option<f64>,
+    pub(crate) manifest_digest: String,
+}
+
+impl Link {
+    pub(crate) fn of(committed: &Committed) -> Result<Link> {
+        let manifest = &committed.manifest;
+        Ok(Link {
+            version: manifest.version.0,
+            kind: kind(manifest),
+            anchor: manifest.is_anchor(),
+            base: manifest.base.as_ref().map(|base| base.version.0),
+            trainer_step: manifest.trainer_step,
+            bytes: stored_bytes(manifest)?,
+            full_bytes: manifest.tensor_bytes(),
+            density: density(manifest),
+            manifest_digest: committed.digest.to_string(),
+        })
+    }
+
+    /// A version that was collected by an earlier release, or while this command looked.
+    pub(crate) fn collected(version: Version) -> Link {
+        Link { version: version.0, kind: "collected", base: version.0.checked_sub(1), ..Link::default() }
+    }
 }
 
 /// Leases as JSON has them.

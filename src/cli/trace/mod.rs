@@ -5,7 +5,8 @@ mod rows;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::paths;
-use driftless::buffer::{self, Kind, Reader, Record};
+use crate::cli::shared::timeline::is_answer;
+use driftless::buffer::{self, Reader};
 use driftless::trainer::events::{EARLIER, EVENTS};
 use driftless::trainer::metrics::{METRICS, StepMetrics};
 use rows::Trace;
@@ -139,12 +140,6 @@ fn write(args: &Args, out: impl Write, io: impl Fn(std::io::Error) -> Error) -> 
     }
     trace.end().map_err(&io)?;
     Ok(traced)
-}
-
-/// Whether it is an answer, or the first part of one: all parts have its times.
-fn is_answer(record: &Record) -> bool {
-    let scalars = record.scalars();
-    record.kind() == Kind::Sample && (scalars.evaluation || scalars.sample_id == scalars.answer())
 }
 
 /// Hands on each line of a file that may be absent; returns how many were refused.

@@ -61,8 +61,12 @@ pub struct Lease {
     pub(super) key: Key,
 }
 
-/// The leases on a model, those that ran out included.
-pub(super) fn leases(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Result<Vec<Lease>> {
+/// [`leases`](super::leases) for a time that is known already, such as a host's own: nothing is written. `None`: no lease
+/// has an age.
+///
+/// # Errors
+/// What the store reports.
+pub fn leases_at(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Result<Vec<Lease>> {
     let mut leases = Vec::new();
     for entry in run.followers()? {
         // None: withdrawn since it was listed.

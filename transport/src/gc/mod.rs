@@ -27,7 +27,7 @@ use crate::run::{Floor, Run, Tombstone};
 use plan::Places;
 
 pub use ack::{Ack, Compared, EngineStatus, How, PHASES_MAX, Phases};
-pub use lease::{Lease, lease};
+pub use lease::{Lease, lease, leases_at};
 pub(crate) use lease::{Record, writer_of};
 pub(crate) use plan::is_publishers;
 
@@ -97,14 +97,6 @@ pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
     leases_at(run, options, store_time(&**run.store())?)
 }
 
-/// [`leases`] for a time that is known already, such as a host's own: nothing is written. `None`: no lease has an age.
-///
-/// # Errors
-/// What the store reports.
-pub fn leases_at(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Result<Vec<Lease>> {
-    lease::leases(run, options, now)
-}
-
 /// Collects the versions of a model that no reader needs. May run beside the publisher, followers and other
 /// collections.
 ///
@@ -113,16 +105,24 @@ pub fn leases_at(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Res
 /// [`NotFound`](driftless_store::Error::NotFound) if something is missing of what is to be kept (nothing is
 /// removed then); whatever the store reports, after which the next call goes on.
 pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
+    collect_at(run, options, store_time(&**run.store())?)
+}
+
+/// [`collect`] for a time that is known already, such as a host's own: with `dry_run` nothing is written. `None`: no lease
+/// has an age.
+///
+/// # Errors
+/// As [`collect`].
+pub fn collect_at(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Result<Collection> {
     if options.keep == 0 {
-        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
-        return Err(Error::BadSetting { name: "keep", expected, found });
+        return Err(Error::BadSetting { name: "keep", expected: "at least 1".into(), found: "0".into() });
     }
     let model = options.model.as_str();
     let root = run.model_root(model)?;
     let Some(newest) = run.newest_version(model)? else { return Ok(Collection::default()) };
     // Leases before the listing: a follower that takes one later reads a version that is kept, or meets the
     // floor.
-    let leases = leases(run, options)?;
+    let leases = leases_at(run, options, now)?;
     let places = Places::of(run.store().list(&root)?, &root);
     let (anchor, mut kept) = down_to_anchor(run, model, newest, &places)?;
     let needed = leases.iter().filter(|lease| lease.live).map(|lease| lease.needs);

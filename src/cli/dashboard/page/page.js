@@ -109,7 +109,7 @@ function askForToken() {
 }
 
 // The address holds the view and what is chosen in it.
-const TABS = [["run", "Run"], ["goodput", "Goodput"], ["samples", "Samples"], ["fleet", "Fleet"]];
+const TABS = [["run", "Run"], ["goodput", "Goodput"], ["samples", "Samples"], ["fleet", "Fleet"], ["time", "Time"], ["store", "Store"]];
 D.state = () => {
   const [view, query] = location.hash.slice(1).split("?");
   const known = TABS.some(([name]) => name === view);
