@@ -1,5 +1,6 @@
 //! Conversations as tokens: chat templates, tokenizers, and what clients and models say to each other.
 
+pub mod atif;
 pub mod chat;
 mod error;
 mod family;

@@ -139,8 +139,20 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] if its decoder fails.
     pub fn decode(&self, ids: &[i32]) -> Result<String> {
+        self.decoded(ids, true)
+    }
+
+    /// The same with special tokens.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::decode`].
+    pub(crate) fn decode_all(&self, ids: &[i32]) -> Result<String> {
+        self.decoded(ids, false)
+    }
+
+    fn decoded(&self, ids: &[i32], without_special: bool) -> Result<String> {
         let ids: Vec<u32> = ids.iter().map(|id| *id as u32).collect();
-        self.inner.decode(&ids, true).map_err(|error| self.refused(error.as_ref()))
+        self.inner.decode(&ids, without_special).map_err(|error| self.refused(error.as_ref()))
     }
 
     /// The text of one id, special or not; none if it has no such id.

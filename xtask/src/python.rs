@@ -2,7 +2,7 @@
 //! and transformers.
 
 use crate::error::{Error, Result};
-use crate::{process, sglang};
+use crate::{process, rewards, sglang, smollm2};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -112,6 +112,13 @@ pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
     tests.arg("tests").args(VLLM_TESTS.map(|file| format!("--ignore={file}")));
     // Servers that the wheel's plugin patches.
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
+    // What has them answer.
+    let (verifiers, wheels) = rewards::verifiers(cache);
+    tests
+        .env("DRIFTLESS_VERIFIERS_PYTHON", verifiers)
+        .env("DRIFTLESS_CLIENTS_PYTHON", rewards::python(cache));
+    tests.envs(smollm2::present(cache).map(|model| ("DRIFTLESS_AGENTS_TOKENIZER", model)));
+    tests.env("UV_FIND_LINKS", wheels).env("UV_NO_INDEX", "1");
     process::run_logged(&mut tests, log)
 }
 

@@ -1,6 +1,8 @@
 //! `driftless log`.
 
 #[cfg(feature = "arrow")]
+mod atif;
+#[cfg(feature = "arrow")]
 mod export;
 mod import;
 pub(in crate::cli) mod show;
@@ -27,6 +29,7 @@ Examples:
   driftless log tail runs/first --follow --json | jq .reward
   driftless log verify runs/first
   driftless log export runs/first rollouts.parquet --text
+  driftless log export runs/first --atif trajectories
   driftless log import runs/first prompts.jsonl@[0:5000] --input-key prompt
 
 All but `import` are read-only. All are safe beside the process that owns the log; `import` then writes through it.";
@@ -69,8 +72,8 @@ enum Command {
     },
     /// Print what the policy wrote in a training step: prompts and answers as text, with rewards.
     Show(show::Args),
-    /// Write records as a data frame: an Arrow IPC file or Parquet; exit code 3 if damaged records were left
-    /// out.
+    /// Write records as a data frame, an Arrow IPC file or Parquet, or as trajectories in ATIF; exit code 3 if damaged
+    /// records were left out.
     #[cfg(feature = "arrow")]
     Export(export::Args),
     /// Append prompts from JSONL files, as slime reads them, as prompts that wait to be generated.

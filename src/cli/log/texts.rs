@@ -8,7 +8,7 @@ use driftless::trainer::rollout::{EvaluationNote, PromptNote};
 use std::path::{Path, PathBuf};
 
 /// Most bytes of a tokenizer.
-pub(super) const TOKENIZER_BYTES_MAX: u64 = 1 << 30;
+pub(in crate::cli) const TOKENIZER_BYTES_MAX: u64 = 1 << 30;
 
 /// The log that `dir` is, or that the run in `dir` has.
 pub(super) fn log_of(dir: &Path) -> Result<PathBuf> {
@@ -64,6 +64,10 @@ impl Texts {
 
     pub(super) fn reader(&self) -> &Reader {
         &self.reader
+    }
+
+    pub(super) fn decode(&self, ids: &[i32]) -> Result<String> {
+        Ok(self.tokenizer.decode(ids)?)
     }
 
     pub(super) fn prompt(&self, record: &Record) -> Result<String> {

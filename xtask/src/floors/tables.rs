@@ -156,7 +156,7 @@ pub(super) const HOUSES: &[House] = &[
         floors: &[
             &["error", "message"],
             &["chat", "journal", "tokenizer", "wire"],
-            &["family", "gateway"],
+            &["atif", "family", "gateway"],
             &["session"],
             &["sessions"],
         ],

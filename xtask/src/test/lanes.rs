@@ -83,8 +83,8 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "python",
-        what: "the wheel alone, with torch and transformers, beside SGLang",
-        needs: &[Need::Sglang, Need::Python],
+        what: "the wheel alone, with torch and transformers, beside SGLang, with agents of verifiers, OpenAI, Anthropic and TRL",
+        needs: &[Need::Sglang, Need::Python, Need::Rewards, Need::Smollm2],
         programs: Tests::None,
         takes: &["wheel"],
         after: &[],
@@ -155,7 +155,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, environments of verifiers",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, environments of verifiers, tools of MCP",
         needs: &[Need::Rewards],
         programs: Tests::Some(&[
             "trainer::hooks",
@@ -436,7 +436,10 @@ fn with_rewards(context: &Context) -> Result<()> {
     let mut played = context.program("trainer::hooked")?;
     played.args(["--nocapture", "environment::"]).env("DRIFTLESS_VERIFIERS_PYTHON", python);
     // Programs of its agents are made of what was installed.
-    context.some(played.envs([("UV_FIND_LINKS", wheels.as_os_str()), ("UV_NO_INDEX", "1".as_ref())]))
+    context.some(played.envs([("UV_FIND_LINKS", wheels.as_os_str()), ("UV_NO_INDEX", "1".as_ref())]))?;
+    let mut tools = context.program("trainer::hooked")?;
+    let python = rewards::tools(&crate::cache_dir()?);
+    context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", python))
 }
 
 fn with_stores(context: &Context) -> Result<()> {
