@@ -53,7 +53,9 @@ impl Place {
 fn absolute(url: &str, told: &str) -> String {
     let dir = told.split_once(", in ").and_then(|(_, rest)| Some(rest.rsplit_once("; ")?.0));
     match dir {
-        Some(dir) if !url.contains(":/") => Path::new(dir).join(url).display().to_string(),
+        Some(dir) if !url.contains(":/") && url != "memory:" => {
+            Path::new(dir).join(url).display().to_string()
+        }
         _ => url.to_owned(),
     }
 }

@@ -14,17 +14,17 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
-#[command(group = clap::ArgGroup::new("to").required(true))]
+#[command(group = clap::ArgGroup::new("written").required(true))]
 pub(super) struct Args {
     /// Directory of a run, as `train --save` has it, or of its log.
     #[arg(value_name = "RUN")]
     dir: PathBuf,
     /// The file to write; replaced if it is there.
-    #[arg(group = "to")]
+    #[arg(group = "written")]
     file: Option<PathBuf>,
     /// A new directory for trajectories in Harbor's format, ATIF 1.7: a JSON file for each sample, with token ids,
     /// log-probabilities and weight versions. `driftless verify --atif DIR` checks them.
-    #[arg(long, value_name = "DIR", groups = ["to", "texts"])]
+    #[arg(long, value_name = "DIR", groups = ["written", "texts"])]
     atif: Option<PathBuf>,
     /// What to write; by default what the file's name ends with.
     #[arg(long, value_enum, conflicts_with = "atif")]
