@@ -1,5 +1,6 @@
 //! Set-up, lanes and the demo: `cargo xtask --help`.
 
+mod browser;
 mod demo;
 mod error;
 mod floors;

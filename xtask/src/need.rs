@@ -1,7 +1,7 @@
 //! What lanes need beyond the Rust toolchain: whether it is there, and how it is had.
 
 use crate::error::Result;
-use crate::{cache_dir, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx};
+use crate::{browser, cache_dir, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx};
 use std::path::Path;
 use std::process::Command;
 
@@ -14,6 +14,7 @@ pub(crate) enum Need {
     Smollm2,
     Python,
     Rewards,
+    Browser,
     CargoFuzz,
     Stores,
     Ucx,
@@ -39,6 +40,7 @@ impl Need {
             Need::Smollm2 => in_cache(smollm2::missing),
             Need::Python => in_cache(python::missing),
             Need::Rewards => in_cache(rewards::missing),
+            Need::Browser => in_cache(browser::missing),
             Need::Stores => in_cache(stores::missing),
             Need::Ucx => in_cache(ucx::missing),
             Need::Miri => foreign::miri_missing(),
@@ -73,6 +75,7 @@ impl Need {
             Need::Smollm2 => smollm2::install(&cache_dir()?).map(drop),
             Need::Python => python::install(&cache_dir()?),
             Need::Rewards => rewards::install(&cache_dir()?),
+            Need::Browser => browser::install(&cache_dir()?),
             Need::Stores => stores::install(&cache_dir()?),
             Need::Ucx => ucx::install(&cache_dir()?),
             Need::CargoFuzz => {

@@ -4,7 +4,9 @@ use super::programs::ALL;
 use super::{Context, Lane, Tests, cargo_test};
 use crate::error::{Error, Result};
 use crate::need::Need;
-use crate::{floors, foreign, pages, process, python, release, rewards, sglang, smollm2, stores, style, ucx};
+use crate::{
+    browser, floors, foreign, pages, process, python, release, rewards, sglang, smollm2, stores, style, ucx,
+};
 use std::process::Command;
 
 /// In an order that fits: what tells most comes first, and what takes long begins early.
@@ -205,12 +207,12 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "demo",
-        what: "the demo, a few steps of it",
-        needs: &[Need::Libtorch],
+        what: "the demo, a few steps of it, and its page in Chromium",
+        needs: &[Need::Libtorch, Need::Browser],
         programs: Tests::Some(&["driftless::crash"]),
         takes: &[],
         after: &[],
-        run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
+        run: demo,
     },
     Lane {
         name: "fuzz",
@@ -440,6 +442,14 @@ fn with_rewards(context: &Context) -> Result<()> {
     let mut tools = context.program("trainer::hooked")?;
     let python = rewards::tools(&crate::cache_dir()?);
     context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", python))
+}
+
+fn demo(context: &Context) -> Result<()> {
+    context.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"]))?;
+    let (run, pictures) = ("target/demo/smoke/rl", "target/lanes/page");
+    let program = super::command_for_tests()?;
+    let [run, pictures] = [run, pictures].map(|path| context.root.join(path));
+    browser::look(&crate::cache_dir()?, &program, &run, &pictures, &context.log)
 }
 
 fn with_stores(context: &Context) -> Result<()> {
