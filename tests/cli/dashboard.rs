@@ -346,7 +346,7 @@ fn store_of_a_run_is_told_and_nothing_is_written() {
     assert_eq!(json!([found["leases"][0]["follower"], found["leases"][0]["live"]]), json!(["host", true]));
     let gc = reported(run.command("gc").arg("--dry-run"));
     assert_eq!((&found["gc"]["floor"], &found["gc"]["removed"]), (&gc["floor"], &gc["removed"]), "{answer}");
-    let kept = json!([{ "from": 1, "why": "host needs it" }, { "from": 2, "why": "the newest anchor: who joins late begins there" },
+    let kept = json!([{ "from": 1, "why": "host needs it" }, { "from": 2, "why": "the newest anchor: a follower that joins late begins there" },
         { "from": 2, "why": "the newest 1" }]);
     assert_eq!((&found["gc"]["kept"], &found["gc"]["places"]), (&kept, &json!(1)), "{answer}");
 }

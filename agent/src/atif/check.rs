@@ -129,7 +129,7 @@ impl Checker {
             number += 1;
             match trajectory {
                 Ok(trajectory) => self.trajectory(&trajectory, number.to_string())?,
-                // Behind it nobody knows where the next document begins.
+                // Where the next document begins cannot be told behind it.
                 Err(error) => {
                     (self.at.trajectory, self.at.step) = (number.to_string(), None);
                     self.found("JSON", "an ATIF trajectory", short(&error.to_string()));

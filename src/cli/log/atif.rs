@@ -67,7 +67,7 @@ pub(super) fn run(dir: &Path, args: &Args, log: &Path, output: Output) -> Result
     paths::check_outside("--atif", dir, "the log", log)?;
     let texts = Texts::open(log, args.hf_checkpoint.as_deref())?;
     let positions = args.positions(texts.reader());
-    // Beside its final place, so that nobody ever takes a part of it for the whole.
+    // Beside its final place, so that a part of it is never taken for the whole.
     let unfinished = PathBuf::from([dir.as_os_str(), ".new".as_ref()].iter().copied().collect::<OsString>());
     check_new(&unfinished)?;
     std::fs::create_dir_all(&unfinished).map_err(io(&unfinished))?;

@@ -133,7 +133,7 @@ async def _in_thread(function: Callable[[Any], Any], given: Any) -> Any:
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def tell(ended: tuple[Any, BaseException | None]) -> None:
-        # Nobody waits any more for a call that was late.
+        # The caller of a late call has gone on.
         if not done.done():
             done.set_result(ended)
 

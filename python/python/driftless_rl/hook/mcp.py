@@ -86,7 +86,7 @@ class _Server:
             except ValueError:
                 self.why = f"expected lines of at most {LINE_MAX >> 20} MiB, found a longer one"
             except anyio.BrokenResourceError:
-                pass  # nobody listens any more
+                pass  # its reader is closed
 
     async def write(self, process: asyncio.subprocess.Process, said: Any, heard: Any) -> None:
         assert process.stdin is not None
@@ -96,7 +96,7 @@ class _Server:
                 process.stdin.write(line.encode() + b"\n")
                 await process.stdin.drain()
         except OSError:
-            # Nobody answers what is asked from now on.
+            # What is asked from now on gets no answer.
             self.why = self.why or "its input ended"
             heard.close()
 
