@@ -263,10 +263,14 @@ fn kept(newest: Option<Version>, anchor: Option<Version>, keep: u64, leases: &[L
     let Some(newest) = newest else { return Vec::new() };
     let first = Kept { from: (newest.0 + 1).saturating_sub(keep), why: format!("the newest {keep}") };
     let anchor = match anchor {
-        Some(anchor) => {
-            Kept { from: anchor.0, why: "the newest anchor: a follower that joins late begins there".to_owned() }
-        }
-        None => Kept { from: 0, why: "there is no anchor: a follower that joins late needs every version".to_owned() },
+        Some(anchor) => Kept {
+            from: anchor.0,
+            why: "the newest anchor: a follower that joins late begins there".to_owned(),
+        },
+        None => Kept {
+            from: 0,
+            why: "there is no anchor: a follower that joins late needs every version".to_owned(),
+        },
     };
     let live = leases.iter().filter(|lease| lease.live).take(LEASES_MAX);
     let needed = live.map(|lease| Kept { from: lease.needs.0, why: format!("{} needs it", lease.follower) });

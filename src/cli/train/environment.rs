@@ -97,4 +97,15 @@ mod tests {
             assert!(wrong.parse::<Environment>().is_err(), "{wrong}");
         }
     }
+
+    #[test]
+    fn kinds_are_those_of_the_package() {
+        let package = concat!(env!("CARGO_MANIFEST_DIR"), "/python/python/driftless_rl/environment");
+        let main = std::fs::read_to_string(format!("{package}/__main__.py")).unwrap();
+        let kinds = format!("\nKINDS = ({})\n", KINDS.map(|kind| format!("\"{kind}\"")).join(", "));
+        assert!(main.contains(&kinds), "expected{kinds}");
+        for kind in KINDS {
+            assert!(std::path::Path::new(&format!("{package}/{kind}.py")).is_file(), "{kind}");
+        }
+    }
 }

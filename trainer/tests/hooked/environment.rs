@@ -1,10 +1,10 @@
 //! Environments of the package `verifiers`, which play with their own clients; lane `rewards` has it.
 
 use super::clients::checkpoint;
-use super::{generate, of_engines, records};
+use super::{drawn_in_place, generate, of_engines, records};
 use async_trait::async_trait;
 use driftless_agent::Tokenizer;
-use driftless_bridge::engine::{Finish, Tell, VersionSpan};
+use driftless_bridge::engine::Tell;
 use driftless_bridge::{GenerateRequest, Generation, Label};
 use driftless_trainer::data::{DataOptions, RowReader};
 use driftless_trainer::hook::{Hook, HookOptions, Rm};
@@ -62,29 +62,15 @@ impl Engines for Says {
         _minimum: Option<&Label>,
         _told: Tell<'_>,
     ) -> driftless_bridge::Result<Generation> {
-        let (read, count) = (request.input_ids.len(), self.0.len());
-        let label = Label::new("0123456789ab", 1).unwrap().to_string();
-        Ok(Generation {
-            rid: request.rid,
-            engine: "says".into(),
-            output_ids: self.0.clone(),
-            log_probs: (0..count).map(|at| -((read + at) as f32)).collect(),
-            spans: vec![VersionSpan { label, start: 0, end: count as u32 }],
-            spans_reported: true,
-            finish: Finish::Stop,
-            retractions: 0,
-            cached_tokens: None,
-            replies: Vec::new(),
-        }
-        .digested(&request.input_ids))
+        Ok(drawn_in_place(request, self.0.clone()))
     }
 }
 
-/// The interpreter that has the package, if there is one.
-fn python() -> Option<String> {
-    let python = std::env::var("DRIFTLESS_VERIFIERS_PYTHON").ok();
+/// The interpreter that this variable names, which has what tests need, if there is one.
+pub(super) fn python(variable: &str) -> Option<String> {
+    let python = std::env::var(variable).ok();
     if python.is_none() {
-        eprintln!("skipped: DRIFTLESS_VERIFIERS_PYTHON is not set; `cargo xtask test rewards` sets it");
+        eprintln!("skipped: {variable} is not set; `cargo xtask test rewards` sets it");
     }
     python
 }
@@ -153,7 +139,7 @@ async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn game_of_verifiers_is_played_and_scored_by_its_own() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_VERIFIERS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     checkpoint(dir.path());
     // The package has its games look for words where nltk keeps them.
@@ -172,7 +158,7 @@ async fn game_of_verifiers_is_played_and_scored_by_its_own() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn environment_of_ones_own_trains_both_of_its_turns() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_VERIFIERS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     checkpoint(dir.path());
     std::fs::write(dir.path().join("echo_twice.py"), ECHO).unwrap();
@@ -188,7 +174,7 @@ async fn environment_of_ones_own_trains_both_of_its_turns() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_an_environment_lacks_is_told_before_it_plays() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_VERIFIERS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     checkpoint(dir.path());
     std::fs::write(dir.path().join("echo_twice.py"), ECHO).unwrap();

@@ -98,21 +98,34 @@ impl Engines for Echo {
     ) -> driftless_bridge::Result<Generation> {
         let read = request.input_ids.len();
         let count = (request.sampling.max_new_tokens as usize).min(2);
-        let label = Label::new("0123456789ab", read as u64).unwrap().to_string();
-        Ok(Generation {
-            rid: request.rid,
-            engine: "echo".into(),
-            output_ids: vec![request.input_ids[read - 1]; count],
-            log_probs: vec![-(read as f32); count],
-            spans: vec![VersionSpan { label, start: 0, end: count as u32 }],
-            spans_reported: true,
-            finish: Finish::Stop,
-            retractions: 0,
-            cached_tokens: None,
-            replies: Vec::new(),
-        }
-        .digested(&request.input_ids))
+        let output_ids = vec![request.input_ids[read - 1]; count];
+        Ok(drawn(request, read as u64, output_ids, vec![-(read as f32); count]))
     }
+}
+
+/// What an engine answers that drew these tokens by a version.
+fn drawn(request: GenerateRequest, version: u64, output_ids: Vec<i32>, log_probs: Vec<f32>) -> Generation {
+    let label = Label::new("0123456789ab", version).unwrap().to_string();
+    Generation {
+        rid: request.rid,
+        engine: "scripted".into(),
+        spans: vec![VersionSpan { label, start: 0, end: output_ids.len() as u32 }],
+        output_ids,
+        log_probs,
+        spans_reported: true,
+        finish: Finish::Stop,
+        retractions: 0,
+        cached_tokens: None,
+        replies: Vec::new(),
+    }
+    .digested(&request.input_ids)
+}
+
+/// The same of version 1, with the place of each token as its log-probability.
+fn drawn_in_place(request: GenerateRequest, output_ids: Vec<i32>) -> Generation {
+    let read = request.input_ids.len();
+    let log_probs = (read..read + output_ids.len()).map(|place| -(place as f32)).collect();
+    drawn(request, 1, output_ids, log_probs)
 }
 
 /// An answer that is not learned from.

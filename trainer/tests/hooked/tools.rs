@@ -1,11 +1,11 @@
 //! Tools that the policy calls: those of the environment `tools`, and those of servers of MCP; lane `rewards` has the packages.
 
 use super::clients::checkpoint;
-use super::environment::{check_drawn, command, task};
-use super::{ANSWERS, generate, of_engines, records, turn};
+use super::environment::{check_drawn, command, python, task};
+use super::{ANSWERS, drawn_in_place, generate, of_engines, records, turn};
 use async_trait::async_trait;
 use driftless_agent::Tokenizer;
-use driftless_bridge::engine::{Finish, Tell, VersionSpan};
+use driftless_bridge::engine::Tell;
 use driftless_bridge::{GenerateRequest, Generation, Label};
 use driftless_trainer::Error;
 use driftless_trainer::hook::{Hook, HookOptions};
@@ -90,31 +90,8 @@ impl Engines for Plays {
     ) -> driftless_bridge::Result<Generation> {
         let text = self.tokenizer.decode(&request.input_ids).unwrap();
         let output_ids = self.tokenizer.encode(&(self.says)(&text)).unwrap();
-        let (read, count) = (request.input_ids.len(), output_ids.len());
-        let label = Label::new("0123456789ab", 1).unwrap().to_string();
-        Ok(Generation {
-            rid: request.rid,
-            engine: "plays".into(),
-            output_ids,
-            log_probs: (0..count).map(|at| -((read + at) as f32)).collect(),
-            spans: vec![VersionSpan { label, start: 0, end: count as u32 }],
-            spans_reported: true,
-            finish: Finish::Stop,
-            retractions: 0,
-            cached_tokens: None,
-            replies: Vec::new(),
-        }
-        .digested(&request.input_ids))
+        Ok(drawn_in_place(request, output_ids))
     }
-}
-
-/// The interpreter that has the packages, if there is one.
-fn python() -> Option<String> {
-    let python = std::env::var("DRIFTLESS_TOOLS_PYTHON").ok();
-    if python.is_none() {
-        eprintln!("skipped: DRIFTLESS_TOOLS_PYTHON is not set; `cargo xtask test rewards` sets it");
-    }
-    python
 }
 
 /// The environment, with a folder of two texts in which the same words go on in two ways.
@@ -184,7 +161,7 @@ async fn played(dir: &Path, python: &str, says: fn(&str) -> String) -> Vec<(Stri
 
 #[tokio::test(flavor = "multi_thread")]
 async fn policy_that_uses_the_tools_is_right() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_TOOLS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     for (text, reward) in played(dir.path(), &python, able).await {
         assert!(reward == 1.0 && text.contains("<tool_response>"), "{reward}: {text}");
@@ -193,7 +170,7 @@ async fn policy_that_uses_the_tools_is_right() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn mistakes_of_the_policy_are_told_to_it() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_TOOLS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     for (text, reward) in played(dir.path(), &python, unable).await {
         assert!(reward == 0.0 && !text.contains("a secret line"), "{reward}: {text}");
@@ -228,7 +205,7 @@ async fn answered(dir: &Path, task: &Task, at: String, word: &str) -> Result<Str
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_of_mcp_is_asked_and_says_what_is_wrong() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_TOOLS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     let task = tools(dir.path(), &python).await;
     let file = dir.path().join("sums.py");
@@ -241,7 +218,7 @@ async fn server_of_mcp_is_asked_and_says_what_is_wrong() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_lies_is_a_failure_of_its_kind() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("DRIFTLESS_TOOLS_PYTHON") else { return };
     let dir = tempfile::tempdir().unwrap();
     let task = tools(dir.path(), &python).await;
     let [server, hook] = ["liar.py", "hook.py"].map(|name| dir.path().join(name));
