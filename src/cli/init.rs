@@ -249,7 +249,7 @@ fn trained(file: &mut File, args: &Args, looked: &Looked) {
     }
     file.say("Steps: without this, as many as the prompts are enough for.");
     file.0 += "# num-rollout = 100\n";
-    file.say("Generate while the step trains, with weights of at most two steps ago (docs/loop.md).");
+    file.say("Generate while the step trains, with weights of at most two steps ago (docs/rollouts.md).");
     file.0 += "# max-staleness = 2\n# use-tis = true\n";
 }
 

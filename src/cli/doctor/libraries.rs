@@ -122,7 +122,7 @@ fn judge(facts: &Facts) -> Vec<Finding> {
         Err(why) => group.note(
             "UCX",
             format!("ucx:// relays and --listen-ucx cannot be used: {}", short(why)),
-            "if you want these, see \"Move bytes over UCX\" in docs/operations.md",
+            "if you want these, see \"Move bytes over UCX\" in docs/transports.md",
         ),
     };
     vec![cuda(facts, group), compiler, nccl, ucx]

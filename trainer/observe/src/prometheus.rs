@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn every_family_begins_once_and_is_in_the_docs() {
-        let (page, docs) = (told().page(), include_str!("../../../docs/loop.md"));
+        let (page, docs) = (told().page(), include_str!("../../../docs/watching.md"));
         let mut begun = BTreeSet::new();
         for line in page.lines() {
             if let Some(kind) = line.strip_prefix("# TYPE ") {
@@ -324,7 +324,7 @@ mod tests {
                 assert!(begun.insert(name), "{name} begins twice");
                 assert_eq!(kind == "counter", name.ends_with("_total"), "{line}");
                 let name = name.strip_prefix("driftless_trainer_").unwrap();
-                assert!(docs.contains(&format!("`{name}`")), "{name} in docs/loop.md");
+                assert!(docs.contains(&format!("`{name}`")), "{name} in docs/watching.md");
             } else if !line.starts_with('#') {
                 let name = &line[..line.find(['{', ' ']).unwrap()];
                 assert!(begun.contains(name), "{line} has no family");
