@@ -10,7 +10,9 @@ function lane(phases, from, to) {
     const end = phases[index + 1]?.[0] ?? to;
     const part = D.el("i", { title: `${phase} from ${D.time(at)}, for ${since(end, at)}` });
     part.style.left = (100 * (at - from)) / (to - from) + "%";
-    part.style.width = Math.max((100 * (end - at)) / (to - from), 0.2) + "%";
+    // What was lost for a moment is seen too.
+    part.style.width = Math.max((100 * (end - at)) / (to - from), phase === "lost" ? 0.8 : 0.2) + "%";
+    part.style.zIndex = phase === "lost" ? 1 : 0;
     part.style.backgroundColor = D.css(PHASES[phase] || "--c7");
     box.append(part);
   });
@@ -28,7 +30,7 @@ function engines(fleet) {
     const mark = D.el("i", { className: "dot" });
     mark.style.backgroundColor = D.css(PHASES[phase] || "--c7");
     return D.el("tr", null, D.el("td", null, D.visible(url)), D.el("td", { className: "phase" }, mark, phase), D.el("td", { className: "figure" }, at ? D.time(at) : "–"), D.el("td", { className: engine.lost ? "figure odd" : "figure" }, engine.lost),
-      D.el("td", { className: "lanes" }, times.length ? lane(engine.phases, from, to) : "–"), D.el("td", { className: "why" }, D.visible(engine.why || engine.gets)));
+      D.el("td", { className: "lanes" }, times.length ? lane(engine.phases, from, to) : "–"), D.el("td", { className: "why" }, D.visible(engine.why || engine.gets).map((part) => (typeof part === "string" ? D.code(part) : part))));
   };
   const head = D.el("tr", null, ["engine", "phase", "since", "lost", times.length ? `${D.time(from)} to ${D.time(to)}` : "", "why, or what it gets"].map((name, index) => D.el("th", { className: [2, 3].includes(index) ? "figure" : "" }, name)));
   return [D.el("div", { className: "wide" }, D.el("table", null, head, all.map(row)))];
@@ -44,10 +46,23 @@ function newest(fleet) {
 
 // An event's fields in a line.
 function words({ at_ms: _, event, ...fields }) {
+  if (fields.eval?.sets) fields.eval = Object.entries(fields.eval.sets).map(([set, { reward }]) => `${set} reward ${D.number(reward)}`).join(", ");
   const field = ([name, value]) => `${name === event ? "" : name.replaceAll("_", " ") + " "}${typeof value === "object" ? JSON.stringify(value) : value}`;
   return event.replaceAll("_", " ") + (Object.keys(fields).length ? ": " : "") + Object.entries(fields).filter(([, value]) => value !== "").map(field).join(", ");
 }
 
+// The step that was under way at a time: the first that was complete afterwards. It leads to the time line.
+function underWay({ columns }, at) {
+  const row = (columns.completed_at_ms || []).findIndex((completed) => completed >= at);
+  const step = columns.rollout_id?.[row];
+  return D.el("span", { className: "at" }, step === undefined ? "" : D.el("a", { href: `#time?${new URLSearchParams({ run: D.run(), step })}` }, "step " + step));
+}
+
+const factLine = (table, fact) => D.el("li", { className: isOdd(fact) ? "odd" : "" }, D.el("time", null, D.time(fact.at_ms)), underWay(table, fact.at_ms), D.el("span", null, D.visible(words(fact))));
+const factLines = (table, facts) => D.el("ol", { className: "facts" }, facts.map((fact) => factLine(table, fact)));
+
+// The newest of what went wrong, before all events.
+const WRONG_MAX = 20;
 const ODD = ["lost", "learner_lost", "skipped", "missed", "log_missing", "other_prompts", "alert"];
 const isOdd = (fact) => ODD.includes(fact.event) || fact.phase === "lost" || fact.behind > 0;
 
@@ -61,12 +76,16 @@ D.views.fleet = {
   async tick() {
     const run = D.run();
     const fleet = await D.get("fleet", { run });
-    const now = JSON.stringify([run, fleet]);
+    await D.metrics(run);
+    const table = D.tables[run];
+    const now = JSON.stringify([run, fleet, table.epoch, table.rows]);
     if (now === this.drawn) return;
     this.drawn = now;
     this.choice.replaceChildren(...[D.runChoice()].filter(Boolean));
-    const facts = fleet.facts.toReversed().map((fact) => D.el("li", { className: isOdd(fact) ? "odd" : "" }, D.el("time", null, D.time(fact.at_ms)), D.el("span", null, D.visible(words(fact)))));
+    const facts = fleet.facts.toReversed();
     const more = fleet.dropped ? D.note(`${D.number(fleet.dropped)} earlier events are in events.jsonl.`) : "";
-    this.body.replaceChildren(D.el("h2", null, "Engines"), ...engines(fleet), D.el("h2", null, "Versions"), ...newest(fleet), D.el("h2", null, "Events"), facts.length ? D.el("ol", { className: "facts" }, facts) : D.note("None."), more);
+    const wrong = facts.filter(isOdd).slice(0, WRONG_MAX);
+    const events = [wrong.length ? [D.el("h2", null, "What went wrong"), factLines(table, wrong)] : "", D.el("h2", null, "Events"), facts.length ? factLines(table, facts) : D.note("None."), more];
+    this.body.replaceChildren(D.el("h2", null, "Engines"), ...engines(fleet), D.beside([D.el("h2", null, "Versions"), ...newest(fleet)], events));
   },
 };

@@ -98,15 +98,13 @@ function paint(canvas, all, order, colours) {
   });
 }
 
-const code = (text) => text.split("`").map((part, index) => (index % 2 ? D.el("code", null, part) : part));
-
 function advice(total, whole) {
   const losses = Object.entries(total).filter(([part, time]) => !GOOD.includes(part) && time > 0);
   if (!losses.length) return D.note("No time was lost.");
   const [part, time] = losses.reduce((one, other) => (other[1] > one[1] ? other : one));
   const [, mend] = MENDS.find(([name]) => part.startsWith(name)) || [null, ""];
   const share = ((100 * time) / whole).toFixed(1);
-  return D.el("p", { className: "advice" }, D.el("b", null, `The largest loss is ${share} %: ${part}. `), code(mend));
+  return D.el("p", { className: "advice" }, D.el("b", null, `The largest loss is ${share} %: ${part}. `), D.code(mend));
 }
 
 D.views.goodput = {

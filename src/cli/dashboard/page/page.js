@@ -71,8 +71,9 @@ D.get = async (what, query) => {
   const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== "");
   const reply = await fetch("api/" + what + "?" + new URLSearchParams(given), { headers });
   if (reply.status === 401) {
-    askForToken();
-    throw new Error("this dashboard wants its token");
+    const words = token ? "This is not its token." : "This dashboard wants its token.";
+    askForToken(words);
+    throw new Error(words);
   }
   const answer = await reply.json();
   if (!reply.ok) throw new Error(answer.error?.message || reply.statusText);
@@ -93,8 +94,7 @@ D.metrics = async (run) => {
   return came.rows !== had.rows || came.epoch !== had.epoch;
 };
 
-function askForToken() {
-  if (document.getElementById("token")) return;
+function askForToken(words) {
   const field = D.el("input", { id: "token", type: "password", autocomplete: "off", placeholder: "token" });
   const done = (event) => {
     event.preventDefault();
@@ -103,7 +103,7 @@ function askForToken() {
     show();
   };
   document.getElementById("main").replaceChildren(
-    D.el("form", { className: "ask", onsubmit: done }, D.el("p", null, "This dashboard wants its token."), field, D.el("button", null, "Open")),
+    D.el("form", { className: "ask", onsubmit: done }, D.el("p", null, words), field, D.el("button", null, "Open")),
   );
   field.focus();
 }
@@ -133,7 +133,11 @@ D.runChoice = () => {
   return D.el("select", { "aria-label": "Run", onchange: (event) => D.choose({ run: event.target.value, step: "", position: "", from: "" }) }, options);
 };
 
-D.note = (text) => D.el("p", { className: "note" }, text);
+// A text with what one types, which stands between backticks or is a flag.
+D.code = (text) => text.split(/(`[^`]*`|--[a-z][a-z0-9-]*)/).map((part, index) => (index % 2 ? D.el("code", null, part.replaceAll("`", "")) : part));
+// Two parts beside each other, where there is room.
+D.beside = (...parts) => D.el("div", { className: "beside" }, parts.map((part) => D.el("section", null, part)));
+D.note = (text) => D.el("p", { className: "note" }, D.code(text));
 
 let shown = null;
 let busy = false;
@@ -189,7 +193,7 @@ function tell(error) {
   if (box.dataset.shown !== now) {
     box.dataset.shown = now;
     box.replaceChildren(...alerts.map(([run, { at_ms, text, remedy }]) =>
-      D.el("li", null, D.el("b", null, D.visible((D.runs.length > 1 ? run.name + ": " : "") + text)), ` since ${D.time(at_ms)}. `, remedy)));
+      D.el("li", null, D.el("b", null, D.visible((D.runs.length > 1 ? run.name + ": " : "") + text)), ` since ${D.time(at_ms)}: `, D.code(remedy), ".")));
   }
   document.title = (alerts.length ? `(${alerts.length}) ` : "") + D.runs.map((run) => run.name).join(", ") + " – driftless";
 }

@@ -158,6 +158,14 @@ const widths = new ResizeObserver((entries) => {
   }
 });
 
+// Whether two figures say the same of all runs, as pass@1 and the mean of rewards that are 0 or 1.
+function isSame(one, other) {
+  return D.tables.every((table) => {
+    const [a, b] = [table?.columns[one], table?.columns[other]];
+    return a === b || (a && b && a.every((value, row) => value === b[row]));
+  });
+}
+
 function names() {
   const all = new Map();
   for (const table of D.tables) {
@@ -170,7 +178,11 @@ function names() {
     const found = [];
     for (const pattern of patterns) {
       const like = new RegExp("^" + pattern.replaceAll(".", "\\.").replace("*", ".+") + "$");
-      for (const name of [...left].sort()) if (like.test(name)) found.push(name), left.delete(name);
+      for (const name of [...left].sort().filter((name) => like.test(name))) {
+        left.delete(name);
+        const isTold = name.startsWith("eval.") && found.some((other) => other.startsWith("eval.") && isSame(name, other));
+        if (!isTold) found.push(name);
+      }
     }
     return [group, found];
   });

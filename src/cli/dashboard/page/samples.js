@@ -21,7 +21,7 @@ function sampleRow(row, chosen) {
     D.el("td", { className: "figure" }, reward(row)), D.el("td", { className: "figure" }, D.number(row.tokens)),
     D.el("td", { className: row.finish === "stop" ? "" : "odd" }, row.finish), D.el("td", null, versions(row)),
     D.el("td", { className: "figure" }, row.prompt_id), D.el("td", { className: "figure" }, row.seconds === null ? "–" : D.span(row.seconds)),
-    D.el("td", { className: "cut" }, row.why ? D.visible(row.why) : D.visible(row.engine)),
+    D.el("td", { className: "cut" }, D.visible(row.why || row.engine.replace(/^https?:\/\//, ""))),
   ];
   const open = () => D.choose({ position: row.position });
   return D.el("tr", { className: chosen ? "chosen" : "", tabIndex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open(), "data-position": row.position }, cells);

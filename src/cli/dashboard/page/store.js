@@ -57,7 +57,7 @@
       if (!store) return this.body.replaceChildren(D.note("The run's directory names no store: `driftless dashboard RUN --store URL` does."));
       const title = D.el("p", { className: "head" }, D.el("b", null, told.run), D.el("span", null, D.visible(store)), found?.model ? D.el("span", null, "model " + found.model) : null, found ? D.el("span", null, "as of " + D.time(found.at_ms)) : null);
       const trouble = unreachable ? D.el("p", { className: "odd" }, D.visible(unreachable)) : null;
-      const parts = found ? [D.el("h2", null, "Versions"), chain(found, found.at_ms), D.el("h2", null, "Leases"), leases(found.leases), D.el("h2", null, "Collection"), collected(found)] : [unreachable ? null : D.note("The store is asked.")];
+      const parts = found ? [D.beside([D.el("h2", null, "Versions"), chain(found, found.at_ms)], [D.el("h2", null, "Leases"), leases(found.leases), D.el("h2", null, "Collection"), collected(found)])] : [unreachable ? null : D.note("The store is asked.")];
       this.body.replaceChildren(...[title, trouble, ...parts].flat().filter(Boolean));
     },
   };

@@ -6,6 +6,8 @@
   const AGAIN = 10;
   const TOP = 20;
   const TALLEST = 8000;
+  // So many lanes are tall in any company.
+  const FEW = 4;
   // Colour and name of each phase; those of engines are Fleet's.
   const OF_STEP = { step: ["--line", "step"], wait: ["--idle", "wait for answers"], learn: ["--good", "learn"], publish: ["--c1", "publish"], encode: ["--c4", "encode"], store: ["--c1", "store"] };
   const OF_ANSWER = { prefill: ["--c3", "queue and prefill"], decode: ["--c0", "decode, a shade for each version"], reward: ["--c6", "reward"] };
@@ -30,7 +32,7 @@
   // Where everything lies: headings and lanes from the top, with all colours looked up once.
   function layout(tracks) {
     const all = tracks.flatMap(({ rows }) => rows).reduce((sum, { lanes }) => sum + lanes.length, 0);
-    const tall = all > 300 ? 3 : all > 80 ? 6 : 13;
+    const small = all > 300 ? 3 : all > 80 ? 6 : 13;
     const [places, legend] = [[], new Map()];
     let top = TOP;
     for (const track of tracks) {
@@ -39,6 +41,7 @@
       for (const row of track.rows) {
         places.push({ top, tall: 14, label: row.kind + (row.lanes.length > 1 ? `, at most ${row.lanes.length} at once` : "") });
         top += 14;
+        const tall = row.lanes.length <= FEW ? 13 : small;
         for (const lane of row.lanes) {
           const bars = lane.map((bar) => ({ bar, row: row.kind, track, parts: partsOf(row.kind, bar).map((part) => {
             const { colour, key, words } = shadeOf(row.kind, part.phase, part.version);
@@ -57,6 +60,14 @@
   // Distances between marks that people count in, in microseconds.
   const TICKS = [...[0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((by) => by * 10 ** power)), ...[10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400].map((seconds) => seconds * 1e6)];
 
+  // A mark's time, with as many digits as tell it from the next.
+  function stamp(us, step) {
+    const digits = Math.min(Math.max(6 - Math.floor(Math.log10(step)), 0), 6);
+    const minutes = Math.floor(us / 60e6);
+    const seconds = (us / 1e6 - 60 * minutes).toFixed(digits);
+    return minutes ? `+${minutes}:${seconds.padStart(digits ? digits + 3 : 2, "0")} min` : `+${seconds} s`;
+  }
+
   function draw(canvas, made, [from, to], chosen) {
     const width = canvas.clientWidth;
     canvas.style.height = made.tall + "px";
@@ -73,7 +84,7 @@
       pen.fillStyle = line;
       pen.fillRect(x(at), TOP - 4, 1, made.tall);
       pen.fillStyle = soft;
-      pen.fillText("+" + D.span(at / 1e6), x(at) + 3, 12);
+      pen.fillText(stamp(at, step), x(at) + 3, 12);
     }
     for (const { top, tall, heading, label, bars } of made.places) {
       if (heading || label) {
@@ -87,7 +98,11 @@
         for (const { at, took, colour } of one.parts) {
           const left = Math.max(x(at), -2);
           pen.fillStyle = colour;
-          pen.fillRect(left, top, Math.max(Math.min(x(at + took), width + 2) - left, one.bar.took ? 0.6 : 3), tall);
+          pen.fillRect(left, top, Math.max(Math.min(x(at + took), width + 2) - left - (one.row === "steps" ? 1 : 0), one.bar.took ? 0.6 : 3), tall);
+        }
+        if (one.row === "steps" && x(one.bar.took) - x(0) > 60) {
+          pen.fillStyle = ink;
+          pen.fillText(one.bar.name, Math.max(x(one.bar.at), 0) + 4, top + 10);
         }
         if (one === chosen) {
           pen.strokeStyle = ink;
