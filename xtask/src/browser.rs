@@ -18,6 +18,10 @@ const PACKAGES: [&str; 2] = ["@sparticuz/chromium@147.0.0", "puppeteer-core@24.4
 const PROGRAM: &str = "chromium";
 /// The command reads the run before it listens.
 const READY: Duration = Duration::from_secs(60);
+/// What a run told is on its page within its poll. The browser gives up before that, and says what it waited for.
+const SEEN: Duration = Duration::from_secs(360);
+/// What a page behind a token asks for here.
+const TOKEN: &str = "a-token-of-the-test";
 
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
@@ -39,18 +43,71 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     })
 }
 
-/// Has the browser look at each view of a run's page, in two sizes, and puts the pictures into the directory `pictures`.
-pub(crate) fn look(cache: &Path, program: &Path, run: &Path, pictures: &Path, log: &Path) -> Result<()> {
-    install::remove(pictures)?;
+/// What the pictures are for.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Use {
+    /// Each view in two sizes, light and dark.
+    Test,
+    /// Each view once, small enough to be kept.
+    Docs,
+}
+
+/// Has the browser look at each view of a run's page, and puts the pictures into the directory `pictures`.
+pub(crate) fn look(
+    cache: &Path,
+    program: &Path,
+    run: &Path,
+    pictures: &Path,
+    log: &Path,
+    purpose: Use,
+) -> Result<()> {
     fs::create_dir_all(pictures).map_err(Error::io(pictures))?;
-    let port = process::free_port()?;
-    let mut dashboard = Command::new(program);
-    dashboard.arg("dashboard").arg(run).args(["--listen", &format!("127.0.0.1:{port}")]);
-    let mut serving = Background::start("the dashboard", &mut dashboard, &pictures.join("dashboard.log"))?;
-    serving.wait_listening(port, READY)?;
-    let mut looks = Command::new("node");
-    looks.arg(script("look.js")).arg(home(cache)).arg(format!("http://127.0.0.1:{port}")).arg(pictures);
+    let (_serving, url) = serve(Command::new(program).arg("dashboard").arg(run), log)?;
+    let mut looks = node("look.js", cache, &url);
+    looks.arg(pictures).args((purpose == Use::Docs).then_some("docs"));
     process::run_logged(&mut looks, log)
+}
+
+/// Has the browser watch the page of the run in `run` while `demo` makes that, and kills an engine behind the step
+/// `killed`. `files` is a directory for what the page's server and the browser write.
+pub(crate) fn watch(
+    cache: &Path,
+    program: &Path,
+    run: &Path,
+    killed: usize,
+    files: &Path,
+    demo: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    [run, files].iter().try_for_each(|dir| fs::create_dir_all(dir).map_err(Error::io(*dir)))?;
+    let token = files.join("token");
+    fs::write(&token, TOKEN).map_err(Error::io(&token))?;
+    let mut dashboard = Command::new(program);
+    dashboard.arg("dashboard").arg(run).arg("--token-file").arg(&token);
+    let (_serving, url) = serve(&mut dashboard, &files.join("dashboard.log"))?;
+    let mut watch = node("watch.js", cache, &url);
+    watch.args([TOKEN, &killed.to_string()]).arg(files);
+    let log = files.join("watch.log");
+    let mut watching = Background::start("the browser", &mut watch, &log)?;
+    let said = |log: &Path| fs::read_to_string(log).unwrap_or_default();
+    watching.wait(|| said(&log).contains("watching"), READY)?;
+    demo()?;
+    watching.wait_success(SEEN)
+}
+
+/// A dashboard that listens, and its address.
+fn serve(dashboard: &mut Command, log: &Path) -> Result<(Background, String)> {
+    let port = process::free_port()?;
+    dashboard.args(["--listen", &format!("127.0.0.1:{port}")]);
+    let mut serving = Background::start("the dashboard", dashboard, log)?;
+    serving.wait_listening(port, READY)?;
+    Ok((serving, format!("http://127.0.0.1:{port}")))
+}
+
+/// A script in node, told where the browser and the page are.
+fn node(name: &str, cache: &Path, url: &str) -> Command {
+    let mut node = Command::new("node");
+    node.arg(script(name)).arg(home(cache)).arg(url);
+    node
 }
 
 fn home(cache: &Path) -> PathBuf {

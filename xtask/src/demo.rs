@@ -29,6 +29,13 @@ pub(crate) struct Options {
     /// learns.
     #[arg(long)]
     smoke: bool,
+    /// Steps of RL [default: 120, or 80 with SmolLM2, or 3 with --smoke].
+    #[arg(long, value_name = "N")]
+    steps: Option<usize>,
+    /// Kill an engine with SIGKILL once so many steps are complete: the run goes on with the other one, and the engine
+    /// joins it again.
+    #[arg(long, value_name = "N")]
+    kill_engine_behind: Option<usize>,
 }
 
 /// Each engine has a host of its own: a port, a directory, a follower.
@@ -64,17 +71,16 @@ enum Model {
 /// The problems of the model of fresh weights: an answer has three digits and an end mark at most.
 const TINY_TASK: &str = "--task arithmetic --rollout-max-response-len 4";
 /// What makes it learn in minutes on two cores.
-const TINY_RL: &str =
-    "--num-rollout 120 --rollout-batch-size 256 --n-samples-per-prompt 4 --lr 2e-4 --save-interval 1";
+const TINY_RL: &str = "--rollout-batch-size 256 --n-samples-per-prompt 4 --lr 2e-4 --save-interval 1";
 /// SmolLM2's problems, and how much of an answer is read.
 const SMOLLM2_TASK: &str =
     "--task number_sorting --task-difficulty 2 --apply-chat-template --rollout-max-response-len 16";
 /// Its cold start: too few worked problems to learn to sort, enough to learn that only numbers are asked for.
 const SMOLLM2_SFT: &str = "--num-rollout 20 --rollout-batch-size 64 --lr 2e-5";
-const SMOLLM2_RL: &str = "--num-rollout 80 --rollout-batch-size 64 --n-samples-per-prompt 8 --lr 1e-5";
+const SMOLLM2_RL: &str = "--rollout-batch-size 64 --n-samples-per-prompt 8 --lr 1e-5";
 /// A few steps of each, for [`Options::smoke`].
 const SMOKE_SFT: &str = "--num-rollout 2 --rollout-batch-size 8";
-const SMOKE_RL: &str = "--num-rollout 3 --rollout-batch-size 8";
+const SMOKE_RL: &str = "--rollout-batch-size 8";
 
 struct Demo {
     program: PathBuf,
@@ -84,6 +90,8 @@ struct Demo {
     device: String,
     /// The pretrained model; none for fresh weights.
     pretrained: Option<PathBuf>,
+    steps: Option<usize>,
+    kill_engine_behind: Option<usize>,
 }
 
 impl Demo {
@@ -101,6 +109,8 @@ impl Demo {
             smoke: options.smoke,
             device: options.device.clone(),
             pretrained,
+            steps: options.steps,
+            kill_engine_behind: options.kill_engine_behind,
         })
     }
 
@@ -123,6 +133,8 @@ impl Demo {
         let mut command = Command::new(&self.program);
         command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string()]);
         command.args(["--device", &self.device]);
+        // libtorch's threads that wait would spin on the cores that the engines want.
+        command.env("OMP_WAIT_POLICY", "passive");
         command.args(if self.pretrained.is_some() { SMOLLM2_TASK } else { TINY_TASK }.split(' '));
         if self.smoke && self.pretrained.is_some() {
             command.args(["--n-eval-prompts", "24"]);
@@ -180,20 +192,27 @@ impl Demo {
         command.arg("--save").arg(self.dir.join("rl"));
         command.arg("--rollout-external-engine-addrs");
         command.args(fleet.hosts.iter().map(|host| format!("127.0.0.1:{}", host.port)));
-        let settings = match (self.smoke, &self.pretrained) {
-            (true, _) => SMOKE_RL,
-            (false, Some(_)) => SMOLLM2_RL,
-            (false, None) => TINY_RL,
+        let (settings, steps) = match (self.smoke, &self.pretrained) {
+            (true, _) => (SMOKE_RL, 3),
+            (false, Some(_)) => (SMOLLM2_RL, 80),
+            (false, None) => (TINY_RL, 120),
         };
         command.args(settings.split(' '));
+        command.args(["--num-rollout", &self.steps.unwrap_or(steps).to_string()]);
         let mut trainer = command.spawn().map_err(process::start(&command))?;
-        let outcome = fleet.keep_alive(&mut trainer);
+        let outcome = fleet.keep_alive(&mut trainer, self);
         if outcome.is_err() {
             // The fleet is lost; a trainer that waits for it is of no use. It may be gone already.
             let _ = trainer.kill();
             let _ = trainer.wait();
         }
         outcome
+    }
+
+    /// Steps of RL that are complete.
+    fn steps_done(&self) -> usize {
+        let metrics = std::fs::read_to_string(self.dir.join("rl/metrics.jsonl"));
+        metrics.map_or(0, |text| text.lines().count())
     }
 
     fn sft(&self) -> PathBuf {
@@ -234,8 +253,9 @@ impl Fleet {
         Ok(Fleet { hosts })
     }
 
-    /// Waits for the trainer's end; meanwhile starts again what dies.
-    fn keep_alive(&mut self, trainer: &mut std::process::Child) -> Result<()> {
+    /// Waits for the trainer's end; meanwhile starts again what dies, and what is killed as it was asked for.
+    fn keep_alive(&mut self, trainer: &mut std::process::Child, demo: &Demo) -> Result<()> {
+        let mut kill_behind = demo.kill_engine_behind;
         loop {
             match trainer.try_wait().map_err(Error::io("driftless train"))? {
                 Some(status) if status.success() => return Ok(()),
@@ -244,6 +264,11 @@ impl Fleet {
                     return Err(Error::Failed { command: "driftless train".to_owned(), status, log: None });
                 }
                 None => {}
+            }
+            if let Some(host) = self.hosts.first_mut()
+                && kill_behind.take_if(|steps| demo.steps_done() >= *steps).is_some()
+            {
+                host.engine.running.kill()?;
             }
             for host in &mut self.hosts {
                 host.engine.revive()?;

@@ -22,7 +22,7 @@ mod trace;
 mod ucx;
 
 use clap::{Parser, Subcommand};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Set-up, lanes and the demo of driftless.
@@ -49,6 +49,14 @@ enum Command {
     },
     /// Run the whole loop on this machine: SFT, then GRPO with two engine processes, each with its follower.
     Demo(demo::Options),
+    /// Make the pictures of the documentation from a run's directory, such as target/demo/seed-1/rl, into docs/pictures.
+    Pictures {
+        /// The directory of `train --save`.
+        run: PathBuf,
+        /// The driftless command, instead of building it.
+        #[arg(long, value_name = "FILE")]
+        program: Option<PathBuf>,
+    },
     /// Make traces of real optimiser steps, which `cargo bench --bench codec` measures the codec on: a model
     /// of 21 M parameters is trained to its loss plateau, then 20 steps are kept at each of three learning
     /// rates.
@@ -72,6 +80,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         Command::Setup { sglang, model } => setup(sglang, model),
         Command::Demo(options) => demo::run(&options),
+        Command::Pictures { run, program } => pictures(&run, program),
         Command::Trace(options) => trace::run(&options),
         Command::Release(options) => release::run(&options),
         Command::Test(options) => test::run(&options),
@@ -99,6 +108,16 @@ fn setup(sglang: bool, model: Option<Model>) -> error::Result<()> {
     if let Some(Model::Smollm2) = model {
         println!("smollm2: {}", smollm2::install(&cache_dir()?)?.display());
     }
+    Ok(())
+}
+
+fn pictures(run: &Path, program: Option<PathBuf>) -> error::Result<()> {
+    let (cache, root) = (cache_dir()?, workspace());
+    let pictures = root.join("docs/pictures");
+    need::Need::Browser.install()?;
+    let program = program.map_or_else(test::command_for_tests, Ok)?;
+    browser::look(&cache, &program, run, &pictures, &root.join("target/pictures.log"), browser::Use::Docs)?;
+    println!("pictures: {}", pictures.display());
     Ok(())
 }
 

@@ -129,6 +129,31 @@ impl Background {
         Err(not_ready(&self.name, "did not answer".to_owned(), deadline, &self.log))
     }
 
+    /// Kills it, as a machine that fails does.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.child.kill().map_err(Error::io(&self.name))
+    }
+
+    /// Waits for its end, which has to be a success.
+    pub(crate) fn wait_success(&mut self, deadline: Duration) -> Result<()> {
+        let begin = Instant::now();
+        while begin.elapsed() < deadline {
+            match self.child.try_wait().map_err(Error::io(&self.name))? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => {
+                    return Err(not_ready(
+                        &self.name,
+                        format!("ended ({status})"),
+                        begin.elapsed(),
+                        &self.log,
+                    ));
+                }
+                None => std::thread::sleep(LOOK),
+            }
+        }
+        Err(not_ready(&self.name, "did not end".to_owned(), deadline, &self.log))
+    }
+
     /// As [`Background::wait`], until something listens on `port`.
     pub(crate) fn wait_listening(&mut self, port: u16, deadline: Duration) -> Result<()> {
         self.wait(|| TcpStream::connect(("127.0.0.1", port)).is_ok(), deadline)

@@ -5,7 +5,8 @@ use super::{Context, Lane, Tests, cargo_test};
 use crate::error::{Error, Result};
 use crate::need::Need;
 use crate::{
-    browser, floors, foreign, pages, process, python, release, rewards, sglang, smollm2, stores, style, ucx,
+    browser, floors, foreign, install, pages, process, python, release, rewards, sglang, smollm2, stores,
+    style, ucx,
 };
 use std::process::Command;
 
@@ -207,7 +208,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "demo",
-        what: "the demo, a few steps of it, and its page in Chromium",
+        what: "the demo, a few steps of it with an engine that is killed, and its page in Chromium meanwhile and afterwards",
         needs: &[Need::Libtorch, Need::Browser],
         programs: Tests::Some(&["driftless::crash"]),
         takes: &[],
@@ -444,12 +445,20 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", python))
 }
 
+/// Steps of the demo, and behind which of them an engine is killed.
+const DEMO_STEPS: usize = 12;
+const DEMO_KILL: usize = 4;
+
 fn demo(context: &Context) -> Result<()> {
-    context.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"]))?;
-    let (run, pictures) = ("target/demo/smoke/rl", "target/lanes/page");
-    let program = super::command_for_tests()?;
-    let [run, pictures] = [run, pictures].map(|path| context.root.join(path));
-    browser::look(&crate::cache_dir()?, &program, &run, &pictures, &context.log)
+    let cache = crate::cache_dir()?;
+    let [dir, pictures] = ["target/lanes/demo", "target/lanes/page"].map(|path| context.root.join(path));
+    [&dir, &pictures].into_iter().try_for_each(|dir| install::remove(dir))?;
+    let (program, run) = (super::command_for_tests()?, dir.join("rl"));
+    let mut demo = Command::new("cargo");
+    demo.args(["xtask", "demo", "--smoke", "--dir"]).arg(&dir);
+    demo.args(["--steps", &DEMO_STEPS.to_string(), "--kill-engine-behind", &DEMO_KILL.to_string()]);
+    browser::watch(&cache, &program, &run, DEMO_KILL, &pictures, || context.logged(&mut demo))?;
+    browser::look(&cache, &program, &run, &pictures, &context.log, browser::Use::Test)
 }
 
 fn with_stores(context: &Context) -> Result<()> {
