@@ -1,5 +1,6 @@
 //! Set-up, lanes and the demo: `cargo xtask --help`.
 
+mod book;
 mod browser;
 mod demo;
 mod error;
@@ -7,6 +8,7 @@ mod floors;
 mod foreign;
 mod install;
 mod libtorch;
+mod manual;
 mod need;
 mod pages;
 mod process;
@@ -49,6 +51,12 @@ enum Command {
     },
     /// Run the whole loop on this machine: SFT, then GRPO with two engine processes, each with its follower.
     Demo(demo::Options),
+    /// Build the documentation as a book, with a page for each command, into target/book/html.
+    Book {
+        /// The driftless command, instead of building it.
+        #[arg(long, value_name = "FILE")]
+        program: Option<PathBuf>,
+    },
     /// Make the pictures of the documentation from a run's directory, such as target/demo/seed-1/rl, into docs/pictures.
     Pictures {
         /// The directory of `train --save`.
@@ -80,6 +88,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         Command::Setup { sglang, model } => setup(sglang, model),
         Command::Demo(options) => demo::run(&options),
+        Command::Book { program } => book(program),
         Command::Pictures { run, program } => pictures(&run, program),
         Command::Trace(options) => trace::run(&options),
         Command::Release(options) => release::run(&options),
@@ -108,6 +117,16 @@ fn setup(sglang: bool, model: Option<Model>) -> error::Result<()> {
     if let Some(Model::Smollm2) = model {
         println!("smollm2: {}", smollm2::install(&cache_dir()?)?.display());
     }
+    Ok(())
+}
+
+fn book(program: Option<PathBuf>) -> error::Result<()> {
+    let cache = cache_dir()?;
+    book::install(&cache)?;
+    let log = workspace().join("target/book.log");
+    let program = program.map_or_else(test::command_for_tests, Ok)?;
+    let first = book::build(&workspace(), &cache, &program, &log)?;
+    println!("book: {}", first.display());
     Ok(())
 }
 

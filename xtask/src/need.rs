@@ -1,7 +1,9 @@
 //! What lanes need beyond the Rust toolchain: whether it is there, and how it is had.
 
 use crate::error::Result;
-use crate::{browser, cache_dir, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx};
+use crate::{
+    book, browser, cache_dir, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx,
+};
 use std::path::Path;
 use std::process::Command;
 
@@ -15,6 +17,7 @@ pub(crate) enum Need {
     Python,
     Rewards,
     Browser,
+    Mdbook,
     CargoFuzz,
     Stores,
     Ucx,
@@ -41,6 +44,7 @@ impl Need {
             Need::Python => in_cache(python::missing),
             Need::Rewards => in_cache(rewards::missing),
             Need::Browser => in_cache(browser::missing),
+            Need::Mdbook => in_cache(book::missing),
             Need::Stores => in_cache(stores::missing),
             Need::Ucx => in_cache(ucx::missing),
             Need::Miri => foreign::miri_missing(),
@@ -76,6 +80,7 @@ impl Need {
             Need::Python => python::install(&cache_dir()?),
             Need::Rewards => rewards::install(&cache_dir()?),
             Need::Browser => browser::install(&cache_dir()?),
+            Need::Mdbook => book::install(&cache_dir()?),
             Need::Stores => stores::install(&cache_dir()?),
             Need::Ucx => ucx::install(&cache_dir()?),
             Need::CargoFuzz => {

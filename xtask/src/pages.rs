@@ -152,7 +152,7 @@ fn expanded(path: &str) -> Vec<String> {
 }
 
 /// A path from the root: `to`, as it is seen from `folder`.
-fn joined(folder: &str, to: &str) -> String {
+pub(crate) fn joined(folder: &str, to: &str) -> String {
     let mut parts: Vec<&str> = folder.split('/').filter(|part| !part.is_empty()).collect();
     for part in to.split('/') {
         match part {

@@ -5,8 +5,8 @@ use super::{Context, Lane, Tests, cargo_test};
 use crate::error::{Error, Result};
 use crate::need::Need;
 use crate::{
-    browser, floors, foreign, install, pages, process, python, release, rewards, sglang, smollm2, stores,
-    style, ucx,
+    book, browser, floors, foreign, install, pages, process, python, release, rewards, sglang, smollm2,
+    stores, style, ucx,
 };
 use std::process::Command;
 
@@ -113,9 +113,9 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "doc",
-        what: "documentation without a broken link, packages that could be published",
-        needs: &[Need::Libtorch],
-        programs: Tests::None,
+        what: "documentation and its book without a broken link, packages that could be published",
+        needs: &[Need::Libtorch, Need::Mdbook],
+        programs: Tests::Some(&["driftless::crash"]),
         takes: &[],
         after: &["build", "clippy"],
         run: doc,
@@ -371,6 +371,7 @@ fn doc(context: &Context) -> Result<()> {
             .args(["doc", "--workspace", "--no-deps", "--features", ALL])
             .env("RUSTDOCFLAGS", "-D warnings"),
     )?;
+    book::build(context.root, &crate::cache_dir()?, &super::command_for_tests()?, &context.log)?;
     packages(context)
 }
 
