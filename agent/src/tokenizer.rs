@@ -155,6 +155,19 @@ impl Tokenizer {
         self.inner.decode(&ids, without_special).map_err(|error| self.refused(error.as_ref()))
     }
 
+    /// The text of `ids`, of special tokens with those of `kept` alone.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::decode`].
+    pub(crate) fn decode_keeping(&self, ids: &[i32], kept: &[&str]) -> Result<String> {
+        let added = self.inner.get_added_tokens_decoder();
+        let stays = |id: &&i32| {
+            let token = added.get(&(**id as u32));
+            token.is_none_or(|token| !token.special || kept.contains(&token.content.as_str()))
+        };
+        self.decode_all(&ids.iter().filter(stays).copied().collect::<Vec<_>>())
+    }
+
     /// The text of one id, special or not; none if it has no such id.
     #[must_use]
     pub fn token(&self, id: i32) -> Option<String> {

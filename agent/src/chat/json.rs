@@ -11,6 +11,7 @@ use super::text::Text;
 pub(super) const DEPTH_MAX: usize = 128;
 
 /// Arguments of `json.dumps`.
+#[derive(Default)]
 pub(super) struct Style {
     pub(super) ensure_ascii: bool,
     /// Spaces, or the text itself, to indent by.

@@ -291,6 +291,11 @@ fn tojson(
     Ok(Value::from(style.dumps(value)?))
 }
 
+/// A value as `json.dumps` of Python writes it.
+pub(crate) fn dumped(value: &Value) -> Result<String, String> {
+    json::Style::default().dumps(value).map_err(|error| said(&error))
+}
+
 /// A special token is a string, or an object with its text in `content`.
 fn special_tokens(config: &Json) -> Vec<(String, Value)> {
     let token = |name: &&str| {

@@ -2,16 +2,19 @@
 
 use serde_json::Value;
 
-use super::{Parted, Rules, called};
+use super::{Parted, Rules, calls};
 use crate::message::ToolCall;
 
 /// Calls are JSON objects, one after the other, without text around them.
 pub(super) const RULES: Rules = Rules {
     name: "Llama 3",
-    sign: "<|start_header_id|>",
+    signs: &["<|start_header_id|>"],
+    asks: "<|start_header_id|>user",
+    next: &["<|eot_id|>"],
     end: "<|eot_id|>",
     stops: &["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
-    seam: "",
+    marks: &[],
+    thoughtless: "",
     // Tools stand in the message of the system: the template takes whatever message is first for the user's.
     variables: &[("tools_in_user_message", false)],
     many_calls: false,
@@ -19,18 +22,18 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str) -> Parted {
-    let (mut calls, mut rest) = (Vec::new(), text.trim());
+fn calls(text: &str, _: &[Value]) -> Parted {
+    let (mut found, mut rest) = (Vec::new(), text.trim());
     while rest.starts_with('{') {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-        let call = values.next().and_then(Result::ok).and_then(called);
+        let call = values.next().and_then(Result::ok).and_then(calls::json_call);
         let end = values.byte_offset();
         let Some(call) = call else { break };
-        calls.push(call);
+        found.push(call);
         rest = rest[end..].trim_start_matches([';', ' ', '\n']);
     }
-    if rest.is_empty() && !calls.is_empty() {
-        return (String::new(), calls);
+    if rest.is_empty() && !found.is_empty() {
+        return (String::new(), found);
     }
     (text.to_owned(), Vec::new())
 }
@@ -44,14 +47,17 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::family::calls::call;
 
     #[test]
     fn an_answer_is_calls_or_it_is_text() {
         let (ls, pwd) =
             (r#"{"name": "ls", "parameters": {"path": "/"}}"#, r#"{"name": "pwd", "parameters": {}}"#);
-        let expected = [("ls".to_owned(), json!({"path": "/"})), ("pwd".to_owned(), json!({}))];
+        let expected = [call("ls", json!({"path": "/"})), call("pwd", json!({}))];
+        let expected: Vec<_> = expected.into_iter().flatten().collect();
+        let calls = |text: &str| calls(text, &[]);
         for between in ["; ", "\n", ""] {
-            assert_eq!(calls(&format!("{ls}{between}{pwd}")), (String::new(), expected.to_vec()));
+            assert_eq!(calls(&format!("{ls}{between}{pwd}")), (String::new(), expected.clone()));
         }
         for text in
             ["{\"a\": 1}", "{\"name\": \"cut", "I call {\"name\": \"ls\"}", "", "{\"name\": \"ls\"} now"]

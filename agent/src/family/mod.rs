@@ -2,17 +2,21 @@
 //!
 //! A family is one file with its [`Rules`].
 
+mod calls;
 mod chatml;
+mod deepseek;
+mod glm;
 mod guard;
 mod heads;
+mod kimi;
 mod llama3;
+mod minimax;
+mod qwen35;
 mod said;
-
-use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use minijinja::Value as Rendered;
 use serde_json::{Value, json};
+use std::path::Path;
 
 use crate::chat::{Chat, ChatTemplate};
 use crate::error::{Error, Result};
@@ -20,35 +24,50 @@ use crate::message::{Message, Refusal, Role, ToolCall};
 use crate::tokenizer::Tokenizer;
 use guard::{Guard, Guarded};
 use heads::Heads;
-pub(crate) use said::Said;
+pub(crate) use said::{Drawn, Said};
 
-/// All families.
-const FAMILIES: [&Rules; 2] = [&chatml::RULES, &llama3::RULES];
+/// All families. Of several that fit, the first is taken.
+const FAMILIES: [&Rules; 7] = [
+    &qwen35::RULES,
+    &chatml::RULES,
+    &llama3::RULES,
+    &deepseek::RULES,
+    &glm::RULES,
+    &kimi::RULES,
+    &minimax::RULES,
+];
 
 /// What a family does its own way.
 struct Rules {
     /// Its name in messages.
     name: &'static str,
-    /// A token that its templates write, and that no other family has.
-    sign: &'static str,
-    /// The token that ends a turn.
+    /// What its templates have, and no other family's. The first is a token.
+    signs: &'static [&'static str],
+    /// How a user's message begins: with a token.
+    asks: &'static str,
+    /// Tokens of which the first behind an answer begins what follows it: the one that ends a turn, or those that begin
+    /// the next message.
+    next: &'static [&'static str],
+    /// The token that is put behind an answer which was cut.
     end: &'static str,
     /// All tokens that end an answer. Those that a tokenizer does not have are left out.
     stops: &'static [&'static str],
-    /// What the template writes between the end of a turn and the next one.
-    seam: &'static str,
+    /// Tokens of calls. They are read also where the tokenizer takes them for special ones.
+    marks: &'static [&'static str],
+    /// What its templates write where thoughts are left out.
+    thoughtless: &'static str,
     /// Variables of its templates.
     variables: &'static [(&'static str, bool)],
     /// Whether its templates write several calls of one message.
     many_calls: bool,
-    /// Content and calls of a sampled text, thoughts taken out.
-    calls: fn(&str) -> Parted,
+    /// Content and calls of a sampled text, thoughts taken out. The tools tell types of arguments.
+    calls: fn(&str, &[Value]) -> Parted,
     /// A call as the model writes it.
     spell: fn(&ToolCall) -> String,
 }
 
-/// Content of a text, and the names and arguments of its calls.
-type Parted = (String, Vec<(String, Value)>);
+/// Content of a text, and its calls. A call without an id gets one.
+type Parted = (String, Vec<ToolCall>);
 
 /// A checkpoint's template and tokenizer with the rules of their family.
 #[derive(Debug)]
@@ -58,11 +77,13 @@ pub struct Family {
     tokenizer: Tokenizer,
     guard: Guard,
     heads: Heads,
-    /// What the template made of [`BEFORE`] when it was last rendered. A template may write the date.
-    before: Mutex<Arc<str>>,
     stops: Vec<i32>,
-    /// Whether the template writes tools, calls and answers of tools.
+    /// Whether the template writes tools.
     has_tools: bool,
+    /// Whether it writes calls and answers of tools.
+    has_calls: bool,
+    /// Whether it takes arguments of calls as text alone.
+    text_arguments: bool,
     /// Whether it takes a message of the system behind others.
     system_anywhere: bool,
     /// Whether it writes messages the same way whatever stands before them.
@@ -77,8 +98,10 @@ impl std::fmt::Debug for Rules {
 
 /// Bytes of a head that is kept. Shorter ones are encoded as quickly as they are looked up.
 const HEAD_BYTES_MIN: usize = 2048;
-/// What stands before a suffix while it is rendered.
+/// What a user asks before an answer while what follows it is rendered.
 const BEFORE: &str = "(before)";
+/// That answer.
+const ANSWER: &str = "(answer)";
 
 impl Family {
     /// Reads template and tokenizer of a checkpoint directory and finds their family.
@@ -95,8 +118,8 @@ impl Family {
     /// [`Error::Template`] if none fits, [`Error::Tokenizer`] if plain text could become a special token.
     pub fn new(template: ChatTemplate, tokenizer: Tokenizer) -> Result<Self> {
         let fits = |rules: &&&Rules| {
-            template.mentions(rules.sign)
-                && [rules.sign, rules.end].iter().all(|token| tokenizer.id(token).is_some())
+            rules.signs.iter().all(|sign| template.mentions(sign))
+                && [rules.signs[0], rules.end].iter().all(|token| tokenizer.id(token).is_some())
         };
         let Some(rules) = FAMILIES.iter().find(fits) else {
             let known: Vec<_> = FAMILIES.iter().map(|rules| rules.name).collect();
@@ -107,40 +130,39 @@ impl Family {
             return Err(Error::Template { path: template.path().to_owned(), reason });
         };
         let stops = rules.stops.iter().filter_map(|stop| tokenizer.id(stop)).collect();
-        let has_tools = template.mentions("tools");
         let guard = Guard::new(&tokenizer)?;
-        let (system_anywhere, has_suffixes) = (true, true);
-        let (heads, before) = (Heads::default(), Mutex::new("".into()));
         let mut family = Family {
             rules,
+            guard,
+            heads: Heads::default(),
+            stops,
+            has_tools: template.mentions("tools"),
+            has_calls: template.mentions("tool_calls"),
+            text_arguments: false,
+            system_anywhere: true,
+            has_suffixes: true,
             template,
             tokenizer,
-            guard,
-            heads,
-            before,
-            stops,
-            has_tools,
-            system_anywhere,
-            has_suffixes,
         };
-        let system = Message { role: Role::System, ..text(BEFORE) };
-        family.system_anywhere = family.suffix(&[text(BEFORE)], &[system, text(BEFORE)]).is_ok();
-        family.has_suffixes = family.probed();
+        let tool = || Message { role: Role::Tool, ..text(BEFORE) };
+        family.text_arguments = family.has_calls && family.tail(&[], &[tool()]).is_err();
+        let system = Message { role: Role::System, ..text("(system)") };
+        let tail = family.tail(&[], &[system.clone(), text(BEFORE)]).ok().flatten();
+        family.system_anywhere = tail.is_some_and(|tail| tail.contains(&system.content));
+        let rows = [vec![text(BEFORE)], vec![tool(), tool()]];
+        let rows = &rows[..if family.has_calls { 2 } else { 1 }];
+        family.has_suffixes = rows.iter().all(|row| family.is_apart(row));
         Ok(family)
     }
 
-    /// Whether messages that are tried look the same behind a short and a longer conversation.
-    fn probed(&self) -> bool {
-        let of = |role: Role| Message { role, ..text(BEFORE) };
-        let (short, long) = ([of(Role::User)], [of(Role::User), of(Role::Assistant), of(Role::User)]);
-        let behind = |row: &[Role]| {
-            let row: Vec<Message> = row.iter().map(|role| of(*role)).collect();
-            let row = self.guarded(&row, &[], false).messages;
-            let suffix = self.suffix(&short, &row).ok().flatten();
-            suffix.is_some() && suffix == self.suffix(&long, &row).ok().flatten()
-        };
-        let rows: [&[Role]; 2] = [&[Role::User], &[Role::Tool, Role::Tool]];
-        rows.into_iter().take(if self.has_tools { 2 } else { 1 }).all(behind)
+    /// Whether messages look the same behind a short and a longer conversation.
+    fn is_apart(&self, row: &[Message]) -> bool {
+        let longer = [text(BEFORE), Message { role: Role::Assistant, ..text(BEFORE) }];
+        let row = self.guarded(row, &[], false).messages;
+        let tail = self.tail(&[], &row).ok().flatten();
+        // A template that names calls by a count of its own needs all that was called before.
+        tail.as_ref().is_some_and(|tail| !tail.contains(ANSWER))
+            && tail == self.tail(&longer, &row).ok().flatten()
     }
 
     /// Its name.
@@ -162,11 +184,11 @@ impl Family {
         self.encode_headed(&text, guarded.mark)
     }
 
-    /// Ids of a text of which many conversations have the head: the template's first message, with tools. No text is
-    /// joined across the mark of a message.
+    /// Ids of a text of which many conversations have the head: what stands before the first
+    /// message of the user. No text is joined across its mark.
     fn encode_headed(&self, text: &str, mark: Option<char>) -> Result<Vec<i32>, Refusal> {
-        let second = text.match_indices(self.rules.sign).nth(1).map(|(at, _)| at);
-        let Some((head, tail)) = second.filter(|at| *at >= HEAD_BYTES_MIN).map(|at| text.split_at(at)) else {
+        let asks = text.find(self.rules.asks).filter(|at| *at >= HEAD_BYTES_MIN);
+        let Some((head, tail)) = asks.map(|at| text.split_at(at)) else {
             return self.encode(text, mark);
         };
         let tail = self.encode(tail, mark)?;
@@ -181,36 +203,52 @@ impl Family {
         Ok(whole)
     }
 
-    /// Ids of messages behind an answer, with the start of the next one. `closed` tells whether the answer ended with
-    /// its token, which is put in otherwise. None if the template writes them otherwise beside other messages.
-    pub(crate) fn behind(&self, messages: &[Message], closed: bool) -> Result<Option<Vec<i32>>, Refusal> {
+    /// Ids of messages behind an answer, with the start of the next one. An answer that was cut gets its end first, and
+    /// that of its thoughts. None if the template writes the messages otherwise beside others.
+    pub(crate) fn behind(
+        &self,
+        messages: &[Message],
+        given: &[i32],
+        sampled: &[i32],
+    ) -> Result<Option<Vec<i32>>, Refusal> {
         if !self.has_suffixes {
             return Ok(None);
         }
         let guarded = self.guarded(messages, &[], false);
-        let Some(suffix) = self.behind_one(&guarded.messages).map_err(invalid)? else { return Ok(None) };
-        let end = if closed { "" } else { self.rules.end };
-        self.encode(&[end, self.rules.seam, &suffix].concat(), guarded.mark).map(Some)
+        let Some(tail) = self.tail(&[], &guarded.messages).map_err(invalid)? else { return Ok(None) };
+        let tail = self.encode(&tail, guarded.mark)?;
+        let (end, last) =
+            (self.tokenizer.id(self.rules.end), self.is_closed(sampled).then(|| sampled.last()));
+        let (first, rest) = tail.split_at(tail.len().min(1));
+        let between = match last.flatten() {
+            Some(last) if first == [*last] || first.first() == end.as_ref() => Vec::new(),
+            Some(_) => first.to_vec(),
+            None => {
+                let thought = self.is_thinking(given, sampled).then(|| self.tokenizer.id(said::THOUGHT));
+                let end = end.filter(|end| first != [*end]);
+                thought.flatten().into_iter().chain(end).chain(first.iter().copied()).collect()
+            }
+        };
+        Ok(Some([&between, rest].concat()))
     }
 
-    /// [`Family::suffix`] behind [`BEFORE`], which is seldom rendered for it.
-    fn behind_one(&self, messages: &[Message]) -> Result<Option<String>, String> {
-        let one = [text(BEFORE)];
-        let all = self.render(&[&one, messages].concat(), &[], true)?;
-        let lock = || self.before.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = lock().clone();
-        if let Some(suffix) = all.strip_prefix(&*before).filter(|_| !before.is_empty()) {
-            return Ok(Some(suffix.to_owned()));
-        }
-        *lock() = self.render(&one, &[], false)?.into();
-        self.suffix(&one, messages)
-    }
-
-    /// What the template writes of messages behind others, with the start of an answer.
-    fn suffix(&self, before: &[Message], messages: &[Message]) -> Result<Option<String>, String> {
-        let all = self.render(&[before, messages].concat(), &[], true)?;
-        let before = self.render(before, &[], false)?;
-        Ok(all.strip_prefix(&before).map(str::to_owned))
+    /// What the template writes of messages behind an answer, with the start of the next one: from what ends the answer,
+    /// or begins the next message.
+    fn tail(&self, before: &[Message], messages: &[Message]) -> Result<Option<String>, String> {
+        let tools = messages.iter().take_while(|message| message.role == Role::Tool);
+        let call = |tool: &Message| {
+            let id = tool.call_id.clone().unwrap_or_default();
+            ToolCall { id, name: ANSWER.to_owned(), arguments: json!({}) }
+        };
+        let most = if self.rules.many_calls { usize::MAX } else { 1 };
+        let calls = tools.take(most).map(call).collect();
+        let answer = [text(BEFORE), Message { role: Role::Assistant, calls, ..text(ANSWER) }];
+        let all = self.render(&[before, &answer, messages].concat(), &[], true)?;
+        let behind = all.split_once(ANSWER).map(|(_, behind)| behind);
+        Ok(behind.and_then(|behind| {
+            let at = self.rules.next.iter().filter_map(|token| behind.find(token)).min()?;
+            Some(behind[at..].to_owned())
+        }))
     }
 
     fn encode(&self, text: &str, mark: Option<char>) -> Result<Vec<i32>, Refusal> {
@@ -224,21 +262,21 @@ impl Family {
         let mut taken: Vec<Message> = Vec::with_capacity(messages.len());
         for (at, mut message) in messages.into_iter().enumerate() {
             let is_many = message.calls.len() > 1 && !self.rules.many_calls;
-            if !self.has_tools || is_many {
+            if !self.has_calls || is_many {
                 message.content.extend(message.calls.iter().map(self.rules.spell));
                 message.calls.clear();
             }
             if message.role == Role::System && !(begins && at == 0) && !self.system_anywhere {
                 message.role = Role::User;
             }
-            if message.role == Role::Tool && !self.has_tools {
+            if message.role == Role::Tool && !self.has_calls {
                 message.role = Role::User;
                 message.content = format!("<tool_response>\n{}\n</tool_response>", message.content);
             }
             taken.push(message);
         }
         if !self.has_tools && !tools.is_empty() {
-            let told = toolbox(&tools);
+            let told = self.toolbox(&tools);
             match taken.first_mut().filter(|first| first.role == Role::System) {
                 Some(first) => first.content = format!("{}\n\n{told}", first.content),
                 None => taken.insert(0, Message { role: Role::System, ..text(&told) }),
@@ -249,7 +287,7 @@ impl Family {
     }
 
     fn render(&self, messages: &[Message], tools: &[Value], prompt: bool) -> Result<String, String> {
-        let messages = messages.iter().map(|message| ordered(&written(message)));
+        let messages = messages.iter().map(|message| ordered(&self.written(message)));
         let variables = Rendered::from_pairs(self.rules.variables.iter().copied());
         let chat = Chat {
             messages: messages.collect(),
@@ -258,25 +296,44 @@ impl Family {
         };
         self.template.render_as("", chat, prompt)
     }
-}
 
-/// A message as templates know it.
-fn written(message: &Message) -> Value {
-    let mut written = json!({"role": message.role, "content": message.content});
-    if let Some(reasoning) = message.reasoning.as_ref().filter(|reasoning| !reasoning.is_empty()) {
-        written["reasoning_content"] = json!(reasoning);
+    /// A message as the template knows it.
+    fn written(&self, message: &Message) -> Value {
+        let mut written = json!({"role": message.role, "content": message.content});
+        if self.text_arguments && message.content.is_empty() && !message.calls.is_empty() {
+            written["content"] = Value::Null;
+        }
+        if let Some(reasoning) = message.reasoning.as_ref().filter(|reasoning| !reasoning.is_empty()) {
+            written["reasoning_content"] = json!(reasoning);
+        }
+        if !message.calls.is_empty() {
+            let call = |call: &ToolCall| {
+                let arguments = match &call.arguments {
+                    Value::Object(_) if self.text_arguments => json!(dumped(&call.arguments)),
+                    arguments => arguments.clone(),
+                };
+                let function = json!({"name": call.name, "arguments": arguments});
+                json!({"type": "function", "id": call.id, "function": function})
+            };
+            written["tool_calls"] = message.calls.iter().map(call).collect();
+        }
+        if let Some(id) = &message.call_id {
+            written["tool_call_id"] = json!(id);
+        }
+        written
     }
-    if !message.calls.is_empty() {
-        let call = |call: &ToolCall| {
-            let function = json!({"name": call.name, "arguments": call.arguments});
-            json!({"type": "function", "id": call.id, "function": function})
-        };
-        written["tool_calls"] = message.calls.iter().map(call).collect();
+
+    /// What a model is told of its tools where the template has no words for them.
+    fn toolbox(&self, tools: &[Value]) -> String {
+        let tools: Vec<String> = tools.iter().map(|tool| format!("{tool}\n")).collect();
+        let call = ToolCall { id: String::new(), name: "…".to_owned(), arguments: json!({"…": "…"}) };
+        let call = (self.rules.spell)(&call);
+        format!(
+            "You may call functions. Their signatures:\n<tools>\n{}</tools>\n\nA call is its name with its arguments:\n{}",
+            tools.concat(),
+            call.trim()
+        )
     }
-    if let Some(id) = &message.call_id {
-        written["tool_call_id"] = json!(id);
-    }
-    written
 }
 
 /// Members of tools and of their schemas in the order in which models have read them; others follow in theirs.
@@ -302,14 +359,9 @@ fn ordered(value: &Value) -> Rendered {
     }
 }
 
-/// What a model is told of its tools where the template has no words for them.
-fn toolbox(tools: &[Value]) -> String {
-    let tools: Vec<String> = tools.iter().map(|tool| format!("{tool}\n")).collect();
-    format!(
-        "You may call functions. Their signatures:\n<tools>\n{}</tools>\n\nA call is a JSON object with its name and \
-         arguments:\n<tool_call>\n{{\"name\": …, \"arguments\": {{…}}}}\n</tool_call>",
-        tools.concat()
-    )
+/// JSON as Python writes it.
+fn dumped(value: &Value) -> String {
+    crate::chat::dumped(&ordered(value)).unwrap_or_else(|_| value.to_string())
 }
 
 /// A message of a user.
@@ -325,19 +377,4 @@ fn text(content: &str) -> Message {
 
 fn invalid(reason: String) -> Refusal {
     Refusal::Invalid(reason)
-}
-
-/// Name and arguments of a call that a model wrote as a JSON object.
-fn called(mut call: Value) -> Option<(String, Value)> {
-    let name = call.get("name")?.as_str()?.to_owned();
-    let arguments = ["arguments", "parameters"].iter().find_map(|key| call.get_mut(*key).map(Value::take));
-    let arguments = match arguments.unwrap_or_else(|| json!({})) {
-        Value::String(text) => match serde_json::from_str(&text) {
-            Ok(Value::Object(members)) => Value::Object(members),
-            _ => Value::String(text),
-        },
-        Value::Object(members) => Value::Object(members),
-        other => Value::String(other.to_string()),
-    };
-    Some((name, arguments))
 }

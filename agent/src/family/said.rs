@@ -1,11 +1,27 @@
 //! What a model said, out of its tokens.
 
+use serde_json::Value;
+
 use super::Family;
 use crate::error::Result;
-use crate::message::{Ended, Message, Role, ToolCall};
+use crate::message::{Ended, Message, Role};
 
-const THINK: &str = "<think>";
-const THOUGHT: &str = "</think>";
+pub(super) const THINK: &str = "<think>";
+pub(super) const THOUGHT: &str = "</think>";
+
+/// What was drawn for a prompt.
+pub(crate) struct Drawn<'a> {
+    /// Ids before the answer.
+    pub(crate) given: &'a [i32],
+    /// Sampled ids.
+    pub(crate) sampled: &'a [i32],
+    /// Whether a bound on tokens ended them.
+    pub(crate) is_cut: bool,
+    /// Texts that end the answer before them.
+    pub(crate) stop: &'a [String],
+    /// Tools that may be called.
+    pub(crate) tools: &'a [Value],
+}
 
 /// An answer as clients see it.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,24 +31,26 @@ pub(crate) struct Said {
 }
 
 impl Family {
-    /// Reads sampled tokens. Calls get ids that begin with `call_id`; a text of `stop` ends the answer before it.
-    pub(crate) fn said(&self, ids: &[i32], is_cut: bool, stop: &[String], call_id: &str) -> Result<Said> {
+    /// Reads sampled tokens. Calls get ids that begin with `call_id`, where the model writes none.
+    pub(crate) fn said(&self, drawn: &Drawn<'_>, call_id: &str) -> Result<Said> {
+        let ids = drawn.sampled;
         let body = if self.is_closed(ids) { &ids[..ids.len() - 1] } else { ids };
-        let mut text = self.tokenizer.decode(body)?;
-        let mut ended = if is_cut { Ended::Length } else { Ended::Stop };
-        let stops = stop.iter().filter(|stop| !stop.is_empty());
+        let mut text =
+            self.tokenizer.decode_keeping(body, &[self.rules.marks, &[THINK, THOUGHT]].concat())?;
+        let mut ended = if drawn.is_cut { Ended::Length } else { Ended::Stop };
+        let stops = drawn.stop.iter().filter(|stop| !stop.is_empty());
         if let Some(at) = stops.filter_map(|stop| text.find(stop.as_str())).min() {
             text.truncate(at);
             ended = Ended::StopText;
         }
-        let (reasoning, rest) = thoughts(&text);
-        let (content, calls) = (self.rules.calls)(rest);
+        let (reasoning, rest) = thoughts(&text, self.begun(drawn.given).is_some());
+        let (content, mut calls) = (self.rules.calls)(rest, drawn.tools);
         if !calls.is_empty() && ended == Ended::Stop {
             ended = Ended::ToolCalls;
         }
-        let id = |at: usize| format!("{call_id}_{at}");
-        let calls = calls.into_iter().enumerate();
-        let calls = calls.map(|(at, (name, arguments))| ToolCall { id: id(at), name, arguments }).collect();
+        for (at, call) in calls.iter_mut().enumerate().filter(|(_, call)| call.id.is_empty()) {
+            call.id = format!("{call_id}_{at}");
+        }
         Ok(Said {
             message: Message { role: Role::Assistant, content, reasoning, calls, call_id: None },
             ended,
@@ -40,20 +58,33 @@ impl Family {
     }
 
     /// Given and sampled ids of a turn without its thoughts, as a family's template leaves them out behind a later
-    /// question. Tokens are left out and none is encoded.
+    /// question. Nothing that was sampled is encoded again.
     pub(crate) fn without_thoughts(&self, given: &[i32], sampled: &[i32]) -> Vec<i32> {
         let at = |token: &str, ids: &[i32]| {
             let id = self.tokenizer.id(token)?;
             ids.iter().rposition(|here| *here == id)
         };
         let Some(end) = at(THOUGHT, sampled) else { return [given, sampled].concat() };
-        // The start of an answer may have the mark that begins thoughts, and a newline.
-        let begun = at(THINK, given).filter(|begun| begun + 2 >= given.len()).unwrap_or(given.len());
+        let begun = self.begun(given).unwrap_or(given.len());
         let is_blank = |id: &&i32| {
             self.tokenizer.decode(&[**id]).is_ok_and(|text| !text.is_empty() && text.trim().is_empty())
         };
         let blank = sampled[end + 1..].iter().take_while(is_blank).count();
-        [&given[..begun], &sampled[end + 1 + blank..]].concat()
+        let thoughtless = self.tokenizer.encode(self.rules.thoughtless).unwrap_or_default();
+        [&given[..begun], &thoughtless, &sampled[end + 1 + blank..]].concat()
+    }
+
+    /// Where the start of an answer begins thoughts. A newline may stand behind the mark.
+    fn begun(&self, given: &[i32]) -> Option<usize> {
+        let (think, thought) = (self.tokenizer.id(THINK)?, self.tokenizer.id(THOUGHT));
+        let at = given.iter().rposition(|id| *id == think)?;
+        (at + 2 >= given.len() && given.last() != thought.as_ref()).then_some(at)
+    }
+
+    /// Whether an answer ends within its thoughts.
+    pub(super) fn is_thinking(&self, given: &[i32], sampled: &[i32]) -> bool {
+        let has = |token: &str| self.tokenizer.id(token).is_some_and(|id| sampled.contains(&id));
+        (self.begun(given).is_some() || has(THINK)) && !has(THOUGHT)
     }
 
     /// Whether sampled tokens end with one that ends an answer.
@@ -62,15 +93,16 @@ impl Family {
     }
 }
 
-/// Thoughts, and what stands behind them. A template may have begun them, and a bound on tokens may have cut them.
-fn thoughts(text: &str) -> (Option<String>, &str) {
-    let begun = text.trim_start().strip_prefix(THINK);
+/// Thoughts, and what stands behind them. The start of the answer may have `begun` them, and a bound on tokens may have
+/// cut them.
+fn thoughts(text: &str, begun: bool) -> (Option<String>, &str) {
+    let marked = text.trim_start().strip_prefix(THINK);
     match text.split_once(THOUGHT) {
         Some((before, after)) => {
             let before = before.trim_start().strip_prefix(THINK).unwrap_or(before);
             (kept(before), after.trim_start_matches('\n'))
         }
-        None if begun.is_some() => (kept(begun.unwrap_or_default()), ""),
+        None if begun || marked.is_some() => (kept(marked.unwrap_or(text)), ""),
         None => (None, text),
     }
 }
@@ -86,10 +118,13 @@ mod tests {
     #[test]
     fn thoughts_stand_before_the_answer() {
         let thought = |text: &str| Some(text.to_owned());
-        assert_eq!(thoughts("<think>\nhm\n</think>\n\nYes"), (thought("hm"), "Yes"));
-        assert_eq!(thoughts("hm\n</think>\nYes"), (thought("hm"), "Yes"));
-        assert_eq!(thoughts("<think>\n\n</think>\n\nYes"), (None, "Yes"));
-        assert_eq!(thoughts("<think>hm"), (thought("hm"), ""));
-        assert_eq!(thoughts("Yes\n"), (None, "Yes\n"));
+        for begun in [false, true] {
+            assert_eq!(thoughts("<think>\nhm\n</think>\n\nYes", begun), (thought("hm"), "Yes"));
+            assert_eq!(thoughts("hm\n</think>\nYes", begun), (thought("hm"), "Yes"));
+            assert_eq!(thoughts("<think>\n\n</think>\n\nYes", begun), (None, "Yes"));
+            assert_eq!(thoughts("<think>hm", begun), (thought("hm"), ""));
+        }
+        assert_eq!(thoughts("Yes\n", false), (None, "Yes\n"));
+        assert_eq!(thoughts("hm\n", true), (thought("hm"), ""));
     }
 }

@@ -11,7 +11,7 @@ use driftless_bridge::engine::VersionSpan;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::family::{Family, Said};
+use crate::family::{Drawn, Family, Said};
 use crate::message::{Answer, Ask, Ended, Message, Refusal, Role};
 use equal::Mark;
 pub use samples::Sample;
@@ -131,6 +131,8 @@ pub struct Plan {
     pub number: u64,
     /// What is asked, with the messages behind that turn alone, and with tools where it begins a conversation.
     ask: Ask,
+    /// All tools that may be called.
+    may_call: Vec<Value>,
     /// Of the messages and tools.
     marks: Vec<Mark>,
     tools: [u8; 16],
@@ -204,8 +206,8 @@ impl Tree {
         let Some(node) = parent.map(|parent| self.node(parent)) else {
             return Ok(whole(family.root(messages, &ask.tools)?));
         };
-        let closed = family.is_closed(&self.ids[node.sampled..node.end]);
-        let Some(given) = family.behind(rest, closed)? else {
+        let (before, sampled) = (&self.ids[node.start..node.sampled], &self.ids[node.sampled..node.end]);
+        let Some(given) = family.behind(rest, before, sampled)? else {
             // A sibling from the root: its text is the template's, whatever was sampled before.
             return Ok(whole(family.root(messages, &ask.tools)?));
         };
@@ -225,7 +227,8 @@ impl Tree {
         let before = parent.map(|parent| self.node(parent));
         let number = number(before, &given, ask.max_tokens, &ask.stop, ask.branch.as_deref());
         let (cached, bytes) = (before.map_or(0, |node| node.path), equal::bytes(&ask.messages, &ask.tools));
-        Plan { parent, given, cached, number, ask, marks, tools: asked.tools, bytes }
+        let may_call = asked.ask.tools.clone();
+        Plan { parent, given, cached, number, ask, may_call, marks, tools: asked.tools, bytes }
     }
 
     /// The ids of a path, thoughts left out.
@@ -315,10 +318,16 @@ impl Tree {
     /// # Errors
     /// [`Refusal::Broken`] for tokens that the tokenizer cannot decode.
     pub fn turn(&self, family: &Family, plan: Plan, made: Generation, draws: u64) -> Result<Turn, Refusal> {
-        let is_cut = made.finish == driftless_bridge::engine::Finish::Length;
-        let Plan { parent, given, number, ask, .. } = plan;
+        let Plan { parent, given, number, ask, may_call, .. } = plan;
+        let drawn = Drawn {
+            given: &given,
+            sampled: &made.output_ids,
+            is_cut: made.finish == driftless_bridge::engine::Finish::Length,
+            stop: &ask.stop,
+            tools: &may_call,
+        };
         let Said { message, ended } = family
-            .said(&made.output_ids, is_cut, &ask.stop, &format!("call_{number:016x}"))
+            .said(&drawn, &format!("call_{number:016x}"))
             .map_err(|error| Refusal::Broken(error.to_string()))?;
         let Ask { messages, tools, max_tokens, stop, branch, is_auxiliary } = ask;
         let Generation { output_ids: sampled, log_probs, spans, engine, .. } = made;

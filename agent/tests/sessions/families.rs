@@ -15,9 +15,11 @@ fn of(source: &str) -> driftless_agent::Result<Family> {
 #[test]
 fn templates_have_a_family_or_are_refused_by_name() {
     let names: Vec<_> = TEMPLATES.iter().map(|(template, _)| family(template).name()).collect();
-    assert_eq!(names, ["ChatML (Qwen3, SmolLM2)", "ChatML (Qwen3, SmolLM2)", "Llama 3"]);
+    let chatml = "ChatML (Qwen3, SmolLM2)";
+    let others = ["Llama 3", "Qwen3.5", "DeepSeek V3", "GLM-4.5", "Kimi K2", "MiniMax M2"];
+    assert_eq!(names, [&[chatml, chatml], &others[..]].concat());
     let refused = of("{% for m in messages %}[INST] {{ m.content }}{% endfor %}").unwrap_err().to_string();
-    assert!(refused.contains("ChatML (Qwen3, SmolLM2), Llama 3"), "{refused}");
+    assert!(refused.contains("Qwen3.5, ChatML (Qwen3, SmolLM2), Llama 3, DeepSeek V3"), "{refused}");
 }
 
 const STRICT: &str = "{% for m in messages %}\

@@ -5,6 +5,7 @@
 mod basic;
 mod broken;
 mod families;
+mod oracle;
 mod parity;
 mod random;
 mod toy;

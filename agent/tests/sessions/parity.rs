@@ -20,14 +20,19 @@ fn whole(template: &str, ask: &Ask, tools: Option<&str>) -> Vec<i32> {
 }
 
 fn written(message: &Message) -> serde_json::Value {
-    let calls: Vec<_> = message
-        .calls
-        .iter()
-        .map(|call| json!({"type": "function", "function": {"name": call.name, "arguments": call.arguments}}))
-        .collect();
+    let call = |call: &ToolCall| {
+        let function = json!({"name": call.name, "arguments": call.arguments});
+        json!({"type": "function", "id": call.id, "function": function})
+    };
     let mut written = json!({"role": message.role, "content": message.content});
-    if !calls.is_empty() {
-        written["tool_calls"] = json!(calls);
+    if let Some(reasoning) = &message.reasoning {
+        written["reasoning_content"] = json!(reasoning);
+    }
+    if !message.calls.is_empty() {
+        written["tool_calls"] = message.calls.iter().map(call).collect();
+    }
+    if let Some(id) = &message.call_id {
+        written["tool_call_id"] = json!(id);
     }
     written
 }
@@ -51,7 +56,7 @@ fn ordinary_text_has_the_ids_of_the_whole() {
             let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
             let mut talk = vec![message(Role::System, dice.pick(&texts))];
             for turn in 0..6 {
-                if dice.below(3) == 0 && turn > 0 {
+                if dice.below(3) == 0 && turn > 0 && toy::has_system_anywhere(template) {
                     talk.push(message(Role::System, dice.pick(&texts)));
                 }
                 talk.push(user(dice.pick(&texts)));
@@ -63,7 +68,8 @@ fn ordinary_text_has_the_ids_of_the_whole() {
                     "{template}, seed {seed}, turn {turn}"
                 );
                 assert_eq!(plan.cached == 0, turn == 0);
-                let made = generation(["Yes.", "Surely not."][turn % 2], toy::end_of(template));
+                let said = toy::thought(template, ["Yes.", "Surely not."][turn % 2]);
+                let made = generation(&said, toy::end_of(template));
                 let at = tree
                     .turn(&family, plan, made, 1)
                     .and_then(|turn| tree.commit(turn).map_err(driftless_agent::message::Refusal::Broken));
@@ -78,16 +84,15 @@ const TOOLS: &str = r#"[{"type": "function", "function": {"name": "ls", "descrip
 
 #[test]
 fn tools_and_their_answers_have_the_ids_of_the_whole() {
-    for (template, call) in [
-        ("qwen3", "<tool_call>\n{\"name\": \"ls\", \"arguments\": {\"path\": \"/\"}}\n</tool_call>"),
-        ("llama3", "{\"name\": \"ls\", \"parameters\": {\"path\": \"/\"}}"),
-    ] {
+    for (template, _) in TEMPLATES.iter().filter(|(template, _)| !["smollm2", "deepseek"].contains(template))
+    {
+        let call = toy::thought(template, &toy::call_of(template, "ls", "path", "\"/\""));
         let family = toy::family(template);
         let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
         let mut talk = vec![message(Role::System, "You help."), user("What is there?")];
         let asked = |talk: &[Message]| Ask { tools: serde_json::from_str(TOOLS).unwrap(), ..ask(talk) };
         let first = plan(&tree, &family, &asked(&talk));
-        let made = generation(call, toy::end_of(template));
+        let made = generation(&call, toy::end_of(template).replace("<|user|>", "<|observation|>").as_str());
         let turn = tree.turn(&family, first, made, 1).unwrap();
         let at = tree.commit(turn).unwrap();
         talk.push(tree.answer(at).message);
@@ -103,7 +108,8 @@ fn tools_and_their_answers_have_the_ids_of_the_whole() {
 fn heads_that_many_share_have_the_ids_of_the_whole() {
     let long = TOOLS.replace("Lists.", &"Lists  files,\\nand more. ".repeat(200));
     let spelled = long.replacen("files", "<|im_end|>\u{e000}", 1);
-    for (template, _) in TEMPLATES.iter().filter(|(template, _)| *template != "smollm2") {
+    for (template, _) in TEMPLATES.iter().filter(|(template, _)| !["smollm2", "deepseek"].contains(template))
+    {
         let family = toy::family(template);
         let tree = Tree::new(Bounds::default(), Thoughts::Kept);
         let seen = |tools: &str, question: &str| {
@@ -157,7 +163,7 @@ fn text_of_clients_never_becomes_a_special_token() {
         let tree = Tree::new(Bounds::default(), Thoughts::Kept);
         let plain = plan(&tree, &family, &conversation("plain"));
         for token in SPECIAL.iter().chain(&ADDED) {
-            let (first, rest) = token.split_at(3);
+            let (first, rest) = token.split_at(token.char_indices().nth(3).unwrap().0);
             for text in [
                 (*token).to_owned(),
                 format!("a {token}{token} b\u{e000}"),

@@ -12,7 +12,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::basic;
-use crate::toy::{Dice, Drawn, Script, TEMPLATES, ask, message, user};
+use crate::toy::{self, Dice, Drawn, Script, TEMPLATES, ask, message, user};
 
 /// Sessions of a template that are tried. `DRIFTLESS_SIMULATE` asks for others: a number of them.
 const SEEDS: u64 = 8;
@@ -39,21 +39,18 @@ struct Run {
 
 fn text(template: &str, dice: &mut Dice) -> String {
     let name = dice.pick(&["ls", "pwd", "grep"]);
-    let call = match template {
-        "llama3" => format!("{{\"name\": \"{name}\", \"parameters\": {{\"a\": {}}}}}", dice.below(9)),
-        _ => format!(
-            "<tool_call>\n{{\"name\": \"{name}\",   \"arguments\": {{\"a\": {}}}}}\n</tool_call>",
-            dice.below(9)
-        ),
-    };
+    let mut call = |key| toy::call_of(template, name, key, &dice.below(9).to_string());
+    let (call, other) = (call("a"), call("b"));
     let number = dice.below(1000);
-    match dice.below(6) {
+    let text = match dice.below(6) {
         0 | 1 => call,
-        2 => format!("{call}\n{}", call.replace("\": {\"a\"", "\": {\"b\"")),
-        3 if template != "llama3" => format!("<think>\nWell, {number}.\n</think>\n\nThe answer is {number}."),
+        2 => format!("{call}\n{other}"),
+        3 if template == "qwen3" => format!("<think>\nWell, {number}.\n</think>\n\nThe answer is {number}."),
         4 => format!("Then {number}, código 日本.\n"),
         _ => format!("In the end {number}."),
-    }
+    };
+    // A model may end within thoughts that the template began.
+    if dice.below(9) == 0 { text } else { toy::thought(template, &text) }
 }
 
 impl Run {

@@ -13,12 +13,17 @@ use driftless_bridge::{Generation, Rid, SamplingParams};
 use serde_json::json;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-pub(crate) const TEMPLATES: [(&str, &str); 3] = [
+pub(crate) const TEMPLATES: [(&str, &str); 8] = [
     ("qwen3", include_str!("../templates/qwen3.jinja")),
     ("smollm2", include_str!("../templates/smollm2.jinja")),
     ("llama3", include_str!("../templates/llama3.jinja")),
+    ("qwen35", include_str!("../templates/qwen35.jinja")),
+    ("deepseek", include_str!("../templates/deepseek.jinja")),
+    ("glm", include_str!("../templates/glm.jinja")),
+    ("kimi", include_str!("../templates/kimi.jinja")),
+    ("minimax", include_str!("../templates/minimax.jinja")),
 ];
-pub(crate) const SPECIAL: [&str; 9] = [
+pub(crate) const SPECIAL: [&str; 29] = [
     "<|endoftext|>",
     "<|im_start|>",
     "<|im_end|>",
@@ -28,15 +33,59 @@ pub(crate) const SPECIAL: [&str; 9] = [
     "<|eot_id|>",
     "<|eom_id|>",
     "<|end_of_text|>",
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "[gMASK]",
+    "<sop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|im_system|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_middle|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "]~!b[",
+    "]~b]",
+    "[e~[",
 ];
-pub(crate) const ADDED: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
+pub(crate) const ADDED: [&str; 23] = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁outputs▁begin｜>",
+    "<｜tool▁outputs▁end｜>",
+    "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+];
 const MERGES: [&str; 12] =
     ["t h", "th e", "Ġ the", "i n", "e r", "o n", "Ġ a", "l l", "Ċ Ċ", "s t", "a n", "e n"];
 
-/// What is encoded by itself. Newlines are kept together, as in both families.
+/// What is encoded by itself. Newlines are kept together, as families have them.
 const WORDS: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// `tokenizer.json`: all bytes, a few merges, and the special tokens of both families.
+/// `tokenizer.json`: all bytes, a few merges, and the special tokens of all families.
 pub(crate) fn tokenizer_json() -> String {
     let mut letters: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
     letters.sort();
@@ -76,14 +125,68 @@ pub(crate) fn family(name: &str) -> Family {
     Family::new(template(name), tokenizer()).unwrap()
 }
 
-/// The token that ends a turn of this template.
+/// A token that ends an answer of this template.
 pub(crate) fn end_of(template: &str) -> &'static str {
-    if template == "llama3" { "<|eot_id|>" } else { "<|im_end|>" }
+    match template {
+        "llama3" => "<|eot_id|>",
+        "deepseek" => "<｜end▁of▁sentence｜>",
+        "glm" => "<|user|>",
+        "minimax" => "[e~[",
+        _ => "<|im_end|>",
+    }
+}
+
+/// What a model says behind the start of an answer, which may have begun its thoughts.
+pub(crate) fn thought(template: &str, text: &str) -> String {
+    match template {
+        "qwen35" | "minimax" => format!("hm\n</think>\n\n{text}"),
+        "kimi" => format!("hm</think>{text}"),
+        _ => text.to_owned(),
+    }
+}
+
+/// Whether its template writes a system message in the middle, behind an answer that ends with [`end_of`].
+pub(crate) fn has_system_anywhere(template: &str) -> bool {
+    !["qwen35", "deepseek", "glm", "minimax"].contains(&template)
+}
+
+/// A call as models of its family write it.
+pub(crate) fn call_of(template: &str, name: &str, key: &str, value: &str) -> String {
+    let json = format!("{{\"{key}\": {value}}}");
+    match template {
+        "llama3" => format!("{{\"name\": \"{name}\", \"parameters\": {json}}}"),
+        "qwen35" => format!(
+            "<tool_call>\n<function={name}>\n<parameter={key}>\n{}\n</parameter>\n</function>\n</tool_call>",
+            value.trim_matches('"')
+        ),
+        "deepseek" => format!(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json}\n```\
+             <｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        "glm" => format!(
+            "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{}</arg_value></tool_call>",
+            value.trim_matches('"')
+        ),
+        "kimi" => format!(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json}\
+             <|tool_call_end|><|tool_calls_section_end|>"
+        ),
+        "minimax" => format!(
+            "\n<minimax:tool_call>\n<invoke name=\"{name}\">\n<parameter name=\"{key}\">{}</parameter>\n</invoke>\n\
+             </minimax:tool_call>",
+            value.trim_matches('"')
+        ),
+        _ => format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {json}}}\n</tool_call>"),
+    }
 }
 
 /// An answer in the split that its text has.
 pub(crate) fn generation(text: &str, end: &str) -> Generation {
-    let output_ids = tokenizer().encode(&format!("{text}{end}")).unwrap();
+    generated(tokenizer().encode(&format!("{text}{end}")).unwrap())
+}
+
+/// An answer of these ids.
+pub(crate) fn generated(output_ids: Vec<i32>) -> Generation {
     Generation {
         rid: Rid::new(1, 1),
         engine: String::new(),
@@ -166,9 +269,10 @@ impl Script {
         let (mut ids, mut piece) = (Vec::new(), String::new());
         for letter in text.chars() {
             piece.push(letter);
-            let is_open = ADDED.iter().any(|token| {
-                token.starts_with(piece.trim_start_matches(|c| c != '<')) && piece.contains('<')
-            });
+            let is_open = ADDED
+                .iter()
+                .chain(&SPECIAL)
+                .any(|token| piece.char_indices().any(|(at, _)| token.starts_with(&piece[at..])));
             if !is_open && dice.below(4) == 0 {
                 ids.extend(self.tokenizer.encode(&std::mem::take(&mut piece)).unwrap());
             }

@@ -1,0 +1,238 @@
+"""Conversations of families of models, as `transformers` renders and `renderers` continues and reads them.
+
+    python families.py TOKENIZER TEMPLATES
+
+TOKENIZER is a `tokenizer.json` with the tokens of all families, TEMPLATES a folder of checkpoints' templates. Written is a
+line of JSON for each family: its template, conversations with their text and ids, and what its models say.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import renderers as r
+from transformers import PreTrainedTokenizerFast
+
+TEXTS = ["Hi", "  spaces  in\n\nit \t", "código → 日本語 🦀", "<b>tag</b> | <|", '{"a": 1}', ""]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name}: é.",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "q": {"type": "integer"}, "z": {"type": "object"}},
+                "required": ["path"],
+            },
+        },
+    }
+    for name in ["ls", "grep"]
+]
+ARGUMENTS = [{"path": "/tmp\nx", "q": 5, "z": {"a": [1, None, True, 0.5]}}, {"path": "5"}, {}]
+
+def elements(begin, end):
+    def spell(arguments):
+        return "".join(
+            begin.format(key) + (value if isinstance(value, str) else json.dumps(value)) + end
+            for key, value in arguments.items()
+        )
+
+    return spell
+
+
+def hermes(calls):
+    block = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+    return "\n".join(block.format(name, json.dumps(arguments)) for name, arguments in calls)
+
+
+def qwen35(calls):
+    spell = elements("<parameter={}>\n", "\n</parameter>\n")
+    block = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+    return "\n".join(block.format(name, spell(arguments)) for name, arguments in calls)
+
+
+def deepseek_v3(calls):
+    block = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+    blocks = [block.format(name, json.dumps(arguments)) for name, arguments in calls]
+    return "<｜tool▁calls▁begin｜>" + "\n".join(blocks) + "<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(calls):
+    block = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    blocks = [block.format(name, json.dumps(arguments)) for name, arguments in calls]
+    return "<｜tool▁calls▁begin｜>" + "".join(blocks) + "<｜tool▁calls▁end｜>"
+
+
+def glm(line):
+    spell = elements(f"<arg_key>{{}}</arg_key>{line}<arg_value>", f"</arg_value>{line}")
+
+    def write(calls):
+        return line.join(f"<tool_call>{name}{line}{spell(arguments)}</tool_call>" for name, arguments in calls)
+
+    return write
+
+
+def kimi(calls):
+    block = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    blocks = [block.format(name, nth, json.dumps(arguments)) for nth, (name, arguments) in enumerate(calls)]
+    return "<|tool_calls_section_begin|>" + "".join(blocks) + "<|tool_calls_section_end|>"
+
+
+def minimax(calls):
+    spell = elements('<parameter name="{}">', "</parameter>\n")
+    blocks = [f'<invoke name="{name}">\n{spell(arguments)}</invoke>\n' for name, arguments in calls]
+    return "\n<minimax:tool_call>\n" + "".join(blocks) + "</minimax:tool_call>"
+
+
+def kept(renderer, config, **more):
+    """Thoughts stay, as they do in a session."""
+    return lambda tokenizer: renderer(tokenizer, config(thinking_retention="all", **more))
+
+
+END, EOS = "<|im_end|>", "<｜end▁of▁sentence｜>"
+USER, OBSERVATION = "<|user|>", "<|observation|>"
+NAME = "You are a helpful assistant."
+# Templates of each family, how its models write calls, the tokens that end an answer and a call, and its renderer. Where
+# there is none, what stands behind an answer is the end of the template's whole.
+FAMILIES = [
+    ("Qwen-Qwen3-0.6B", hermes, END, END, kept(r.Qwen3Renderer, r.Qwen3RendererConfig)),
+    ("Qwen3.5-4B", qwen35, END, END, kept(r.Qwen35Renderer, r.Qwen35RendererConfig)),
+    ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", deepseek_v3, EOS, EOS, None),
+    ("deepseek-ai-DeepSeek-V3.1", deepseek_v31, EOS, EOS, None),
+    ("GLM-4.6", glm("\n"), USER, OBSERVATION, kept(r.GLM45Renderer, r.GLM45RendererConfig)),
+    ("GLM-4.7-Flash", glm(""), USER, OBSERVATION, kept(r.GLM5Renderer, r.GLM5RendererConfig)),
+    ("kimi", kimi, END, END, kept(r.KimiK25Renderer, r.KimiK25RendererConfig)),
+    ("MiniMax-M2", minimax, "[e~[", "[e~[", kept(r.MiniMaxM2Renderer, r.MiniMaxM2RendererConfig, model_identity=NAME)),
+]
+# Templates whose models differ from the others of their family in nothing else.
+MORE = ["Kimi-K2-Thinking", "Kimi-K2-Instruct", "meta-llama-Llama-3.1-8B-Instruct"]
+BOS = {"deepseek": "<｜begin▁of▁sentence｜>", "meta": "<|begin_of_text|>"}
+
+
+def message(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def user(text):
+    return message("user", text)
+
+
+def called(*names, content="", reasoning=None):
+    calls = [{"id": f"functions.{name}:{nth}", "name": name, "arguments": ARGUMENTS[nth]} for nth, name in enumerate(names)]
+    return message("assistant", content, calls=calls, reasoning=reasoning)
+
+
+def told(*texts, names=("ls", "grep")):
+    return [message("tool", text, call_id=f"functions.{names[nth]}:{nth}") for nth, text in enumerate(texts)]
+
+
+def conversations():
+    """Messages before an answer."""
+    for text in TEXTS:
+        yield [user(text)]
+        yield [message("system", text), user("Hi")]
+        yield [user("a"), message("assistant", text), user(text)]
+        yield [user("a"), message("assistant", text, reasoning="é: hm"), user("b"), message("assistant", "c"), user("d")]
+        yield [user("a"), called("ls", content=text, reasoning="hm"), *told(text)]
+        yield [user("a"), called("ls", "grep", content=text), *told(text, "5"), message("assistant", text), user("b")]
+    yield [message("system", "s"), user("a"), called("ls", "grep"), *told("x", ""), called("ls", reasoning="so"), *told("y")]
+
+
+class Template:
+    """A checkpoint's template, as transformers renders it."""
+
+    def __init__(self, tokenizer, path):
+        self.tokenizer, self.source = tokenizer, path.read_text()
+        self.bos = next((token for name, token in BOS.items() if path.name.startswith(name)), "")
+        self.has_tools = "tools" in self.source
+        self.takes_text = "['arguments'] +" in self.source
+
+    def written(self, said):
+        """A message as transformers' users write it."""
+        written = {"role": said["role"], "content": said["content"]}
+        if said.get("reasoning"):
+            written["reasoning_content"] = said["reasoning"]
+        if calls := said.get("calls"):
+            dumped = json.dumps if self.takes_text else dict
+            function = lambda call: {"name": call["name"], "arguments": dumped(call["arguments"])}
+            written["tool_calls"] = [{"type": "function", "id": call["id"], "function": function(call)} for call in calls]
+            if self.takes_text:
+                written["content"] = said["content"] or None
+        if call_id := said.get("call_id"):
+            written["tool_call_id"] = call_id
+        return written
+
+    def text(self, messages, tools, prompt=True):
+        return self.tokenizer.apply_chat_template(
+            [self.written(said) for said in messages],
+            tools=tools or None,
+            chat_template=self.source,
+            add_generation_prompt=prompt,
+            tokenize=False,
+            bos_token=self.bos,
+        )
+
+    def ids(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def thoughts(prompt):
+    """What a model thinks, behind the start of an answer that has begun its thoughts or has not."""
+    if prompt.endswith("<think>\n"):
+        return "hm\n</think>\n\n"
+    return "hm</think>" if prompt.endswith("<think>") else ""
+
+
+def turns(spell, end, end_of_calls, thinks):
+    """What a model says, what of it is cut, and the messages behind it."""
+    for text in TEXTS[:3]:
+        yield thinks + "Yes." + end, [user(text)]
+        yield thinks + text, [user("a"), user(text)]
+    yield thinks[:2] + "é", [user("a")]
+    calls = spell([("ls", ARGUMENTS[0]), ("grep", ARGUMENTS[1])])
+    yield thinks + calls + end_of_calls, told("x", "")
+    yield thinks + "Well." + calls + end_of_calls, [*told(*TEXTS[1:3]), user("b")]
+    yield thinks + spell([("ls", {})]) + end_of_calls, told(TEXTS[3])
+
+
+def behind(template, renderer, prompt, sampled, messages):
+    """Ids before the next answer."""
+    if renderer:
+        return renderer.bridge_to_next_turn(prompt, sampled, [template.written(said) for said in messages]).token_ids
+    names = [said["call_id"].split(".")[1].split(":")[0] for said in messages if said["role"] == "tool"]
+    whole = template.text([user("a"), {**called(*names), "content": "(said)"}, *messages], None)
+    bridge = template.ids(whole[whole.index(EOS, whole.index("(said)")) :])
+    return prompt + sampled + bridge[sampled[-1:] == bridge[:1] :]
+
+
+def read(renderer, prompt, sampled, tools):
+    """What a client is told of an answer."""
+    said = renderer.parse_response(sampled, prompt_ids=prompt, tools=tools)
+    calls = [[call.name, call.arguments] for call in said.tool_calls if call.status == "ok"]
+    return {"content": said.content, "reasoning": said.reasoning_content, "calls": calls}
+
+
+def main(tokenizer, *folders):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer)
+    find = lambda name: next(path for folder in folders if (path := Path(folder, name + ".jinja")).exists())
+    for name, spell, end, end_of_calls, renderer in [*FAMILIES, *((name, *[None] * 4) for name in MORE)]:
+        template = Template(tokenizer, find(name))
+        tools = TOOLS if template.has_tools else []
+        line = {"name": name, "template": template.source, "bos": template.bos, "wholes": [], "turns": []}
+        for messages in conversations():
+            for given in [[], tools] if tools else [[]]:
+                ids = template.ids(template.text(messages, given))
+                line["wholes"].append({"messages": messages, "tools": given, "ids": ids})
+        prompt = template.text([user("a")], tools)
+        renderer = renderer and renderer(tokenizer)
+        for said, messages in turns(spell, end, end_of_calls, thoughts(prompt)) if spell else []:
+            before, sampled = template.ids(prompt), template.ids(said)
+            ids = behind(template, renderer, before, sampled, messages)
+            heard = renderer and read(renderer, before, sampled, tools)
+            line["turns"].append({"tools": tools, "sampled": sampled, "messages": messages, "ids": ids, "heard": heard})
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
