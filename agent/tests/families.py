@@ -105,8 +105,10 @@ FAMILIES = [
     ("kimi", kimi, END, END, kept(r.KimiK25Renderer, r.KimiK25RendererConfig)),
     ("MiniMax-M2", minimax, "[e~[", "[e~[", kept(r.MiniMaxM2Renderer, r.MiniMaxM2RendererConfig, model_identity=NAME)),
 ]
+# Tokens that renderers want, and that no text has.
+PICTURES = [f"<|{name}|>" for name in "vision_start vision_end image_pad video_pad media_begin media_content media_end media_pad".split()]
 # Templates whose models differ from the others of their family in nothing else.
-MORE = ["Kimi-K2-Thinking", "Kimi-K2-Instruct", "meta-llama-Llama-3.1-8B-Instruct"]
+MORE = ["moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.2", "meta-llama-Llama-3.1-8B-Instruct"]
 BOS = {"deepseek": "<｜begin▁of▁sentence｜>", "meta": "<|begin_of_text|>"}
 
 
@@ -171,6 +173,7 @@ class Template:
             add_generation_prompt=prompt,
             tokenize=False,
             bos_token=self.bos,
+            tools_in_user_message=False,
         )
 
     def ids(self, text):
@@ -178,18 +181,21 @@ class Template:
 
 
 def thoughts(prompt):
-    """What a model thinks, behind the start of an answer that has begun its thoughts or has not."""
+    """What a model thinks behind the start of an answer, and what ends that."""
     if prompt.endswith("<think>\n"):
-        return "hm\n</think>\n\n"
-    return "hm</think>" if prompt.endswith("<think>") else ""
+        return "hm", "\n</think>\n\n"
+    if prompt.endswith("<|assistant|>"):
+        return "\n<think>hm", "</think>\n"
+    return ("hm", "</think>") if prompt.endswith("<think>") else ("", "")
 
 
-def turns(spell, end, end_of_calls, thinks):
-    """What a model says, what of it is cut, and the messages behind it."""
+def turns(spell, end, end_of_calls, thought):
+    """What a model says, some of it cut, and the messages behind it."""
+    thinks = "".join(thought)
     for text in TEXTS[:3]:
         yield thinks + "Yes." + end, [user(text)]
         yield thinks + text, [user("a"), user(text)]
-    yield thinks[:2] + "é", [user("a")]
+    yield thought[0] + "é", [user("a")]
     calls = spell([("ls", ARGUMENTS[0]), ("grep", ARGUMENTS[1])])
     yield thinks + calls + end_of_calls, told("x", "")
     yield thinks + "Well." + calls + end_of_calls, [*told(*TEXTS[1:3]), user("b")]
@@ -203,34 +209,46 @@ def behind(template, renderer, prompt, sampled, messages):
     names = [said["call_id"].split(".")[1].split(":")[0] for said in messages if said["role"] == "tool"]
     whole = template.text([user("a"), {**called(*names), "content": "(said)"}, *messages], None)
     bridge = template.ids(whole[whole.index(EOS, whole.index("(said)")) :])
-    return prompt + sampled + bridge[sampled[-1:] == bridge[:1] :]
+    think, thought = template.ids("<think></think>")
+    is_thinking = think in prompt[-2:] and thought not in prompt[-2:] + sampled
+    return prompt + sampled + [thought] * is_thinking + bridge[sampled[-1:] == bridge[:1] :]
 
 
 def read(renderer, prompt, sampled, tools):
     """What a client is told of an answer."""
     said = renderer.parse_response(sampled, prompt_ids=prompt, tools=tools)
     calls = [[call.name, call.arguments] for call in said.tool_calls if call.status == "ok"]
-    return {"content": said.content, "reasoning": said.reasoning_content, "calls": calls}
+    reasoning = (said.reasoning_content or "").strip()
+    return {"content": said.content.strip(), "reasoning": reasoning or None, "calls": calls}
 
 
 def main(tokenizer, *folders):
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": PICTURES})
     find = lambda name: next(path for folder in folders if (path := Path(folder, name + ".jinja")).exists())
     for name, spell, end, end_of_calls, renderer in [*FAMILIES, *((name, *[None] * 4) for name in MORE)]:
         template = Template(tokenizer, find(name))
         tools = TOOLS if template.has_tools else []
-        line = {"name": name, "template": template.source, "bos": template.bos, "wholes": [], "turns": []}
+        line = {"name": name, "template": template.source, "bos": template.bos, "tools": tools, "wholes": [], "turns": [], "without": None}
         for messages in conversations():
+            if name.startswith("meta") and any(len(said.get("calls") or []) > 1 for said in messages):
+                continue  # Its template refuses several calls.
             for given in [[], tools] if tools else [[]]:
                 ids = template.ids(template.text(messages, given))
                 line["wholes"].append({"messages": messages, "tools": given, "ids": ids})
         prompt = template.text([user("a")], tools)
+        thinks = "".join(thoughts(prompt))
+        # The one of ours keeps thoughts.
+        if spell and thinks and name != "kimi":
+            said = message("assistant", "Yes.", reasoning="hm")
+            ids = template.ids(template.text([user("a"), said, user("b")], tools))
+            line["without"] = {"sampled": template.ids(thinks + "Yes." + end), "ids": ids}
         renderer = renderer and renderer(tokenizer)
         for said, messages in turns(spell, end, end_of_calls, thoughts(prompt)) if spell else []:
             before, sampled = template.ids(prompt), template.ids(said)
             ids = behind(template, renderer, before, sampled, messages)
             heard = renderer and read(renderer, before, sampled, tools)
-            line["turns"].append({"tools": tools, "sampled": sampled, "messages": messages, "ids": ids, "heard": heard})
+            line["turns"].append({"sampled": sampled, "messages": messages, "ids": ids, "heard": heard})
         print(json.dumps(line))
 
 

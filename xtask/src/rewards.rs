@@ -1,5 +1,6 @@
-//! Python packages that our rewards are compared with, that hooks call, that read what a run tells, that call the gateway or
-//! servers of tools, and whose environments are trained on; those that do not go together in environments of their own.
+//! Python packages that our rewards and prompts are compared with, that hooks call, that read what a run tells, that call the
+//! gateway or servers of tools, and whose environments are trained on; those that do not go together in environments of
+//! their own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,9 +16,11 @@ struct Home {
     packages: &'static [&'static str],
     /// What programs that the packages start with uv are made of, as wheels beside the environment.
     programs: &'static [&'static str],
+    /// Whether chat templates of checkpoints lie beside the environment.
+    has_templates: bool,
 }
 
-const HOMES: [&Home; 3] = [&REWARDS, &VERIFIERS, &TOOLS];
+const HOMES: [&Home; 4] = [&REWARDS, &VERIFIERS, &TOOLS, &FAMILIES];
 
 const REWARDS: Home = Home {
     name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0",
@@ -29,6 +32,7 @@ const REWARDS: Home = Home {
         "anthropic==2.14.0",
     ],
     programs: &[],
+    has_templates: false,
 };
 
 /// It wants an older client of OpenAI.
@@ -36,14 +40,30 @@ const VERIFIERS: Home = Home {
     name: "verifiers-0.4.0-textarena-0.7.4-uv-0.9.18",
     packages: &["verifiers[ta]==0.4.0", "textarena==0.7.4", "uv==0.9.18"],
     programs: &["openai==3.57.0", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
+    has_templates: false,
 };
 
 /// What asks servers of tools.
-const TOOLS: Home =
-    Home { name: "mcp-2.3.0-openai-3.57.0", packages: &["mcp==2.3.0", "openai==3.57.0"], programs: &[] };
+const TOOLS: Home = Home {
+    name: "mcp-2.3.0-openai-3.57.0",
+    packages: &["mcp==2.3.0", "openai==3.57.0"],
+    programs: &[],
+    has_templates: false,
+};
+
+/// What renders conversations, continues them and reads answers, for each family of models. `renderers` imports `httpx`
+/// without asking for it.
+const FAMILIES: Home = Home {
+    name: "renderers-0.1.12-transformers-4.57.1-llama-cpp-python-0.3.36",
+    packages: &["renderers==0.1.12", "transformers==4.57.1", "httpx==0.28.1"],
+    programs: &[],
+    has_templates: true,
+};
 
 /// Directory of these wheels.
 const WHEELS: &str = "wheels";
+/// Directory of chat templates.
+const TEMPLATES: &str = "templates";
 /// File whose presence says that the installation ran to its end.
 const MARKER: &str = "installed";
 
@@ -51,7 +71,7 @@ const MARKER: &str = "installed";
 pub(crate) fn missing(cache: &Path) -> Option<String> {
     let found = HOMES.iter().all(|home| cache.join(home.name).join(MARKER).is_file());
     (!found).then(|| {
-        "math-verify, reasoning-gym, tensorboard, openai, anthropic, verifiers and mcp (cargo xtask test --ci rewards)"
+        "math-verify, reasoning-gym, tensorboard, openai, anthropic, verifiers, mcp and renderers (cargo xtask test --ci rewards)"
             .to_owned()
     })
 }
@@ -72,6 +92,12 @@ pub(crate) fn tools(cache: &Path) -> PathBuf {
     cache.join(TOOLS.name).join("bin/python")
 }
 
+/// The interpreter that has renderers, and checkpoints' templates.
+pub(crate) fn families(cache: &Path) -> (PathBuf, PathBuf) {
+    let home = cache.join(FAMILIES.name);
+    (home.join("bin/python"), home.join(TEMPLATES))
+}
+
 /// Installs what is not there. What an interrupted installation left is begun anew.
 pub(crate) fn install(cache: &Path) -> Result<()> {
     HOMES.iter().filter(|home| !cache.join(home.name).join(MARKER).is_file()).try_for_each(|home| {
@@ -84,6 +110,10 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
             let mut download = Command::new(&python);
             download.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);
             process::run(download.arg("--dest").arg(at.join(WHEELS)).args(home.programs))?;
+        }
+        if home.has_templates {
+            let script = crate::workspace().join("xtask/models/templates.py");
+            process::run(Command::new(&python).arg(script).arg(at.join(TEMPLATES)))?;
         }
         let marker = at.join(MARKER);
         fs::write(&marker, "").map_err(Error::io(marker))

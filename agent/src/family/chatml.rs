@@ -16,7 +16,6 @@ pub(super) const RULES: Rules = Rules {
     end: "<|im_end|>",
     stops: &["<|im_end|>", "<|endoftext|>"],
     marks: &MARKS,
-    thoughtless: "",
     variables: &[],
     many_calls: true,
     calls,

@@ -26,7 +26,6 @@ pub(super) const RULES: Rules = Rules {
     end: END,
     stops: &[END],
     marks: &[SECTION[0], SECTION[1], CALL[0], CALL[1], CALL[2], "｜DSML｜"],
-    thoughtless: "</think>",
     variables: &[],
     many_calls: true,
     calls,

@@ -19,7 +19,6 @@ pub(super) const RULES: Rules = Rules {
     end: "<|endoftext|>",
     stops: &["<|user|>", "<|observation|>", "<|endoftext|>"],
     marks: &[MARKS[0], MARKS[1], ARGUMENT[0], ARGUMENT[1], VALUE, ARGUMENT[2]],
-    thoughtless: "</think>",
     variables: &[],
     many_calls: true,
     calls,

@@ -19,7 +19,6 @@ pub(super) const RULES: Rules = Rules {
     end: "<|im_end|>",
     stops: &["<|im_end|>", "[EOS]"],
     marks: &[SECTION[0], SECTION[1], CALL[0], CALL[1], CALL[2]],
-    thoughtless: "<think></think>",
     variables: &[],
     many_calls: true,
     calls,

@@ -14,7 +14,6 @@ pub(super) const RULES: Rules = Rules {
     end: "<|eot_id|>",
     stops: &["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
     marks: &[],
-    thoughtless: "",
     // Tools stand in the message of the system: the template takes whatever message is first for the user's.
     variables: &[("tools_in_user_message", false)],
     many_calls: false,

@@ -18,7 +18,6 @@ pub(super) const RULES: Rules = Rules {
     end: "[e~[",
     stops: &["[e~["],
     marks: &SECTION,
-    thoughtless: "",
     variables: &[],
     many_calls: true,
     calls,

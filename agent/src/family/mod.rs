@@ -54,8 +54,6 @@ struct Rules {
     stops: &'static [&'static str],
     /// Tokens of calls. They are read also where the tokenizer takes them for special ones.
     marks: &'static [&'static str],
-    /// What its templates write where thoughts are left out.
-    thoughtless: &'static str,
     /// Variables of its templates.
     variables: &'static [(&'static str, bool)],
     /// Whether its templates write several calls of one message.
@@ -78,11 +76,13 @@ pub struct Family {
     guard: Guard,
     heads: Heads,
     stops: Vec<i32>,
+    /// Ids that the template writes where it leaves thoughts out.
+    thoughtless: Vec<i32>,
     /// Whether the template writes tools.
     has_tools: bool,
     /// Whether it writes calls and answers of tools.
     has_calls: bool,
-    /// Whether it takes arguments of calls as text alone.
+    /// Whether it joins arguments of calls to other text, and takes an answer that only calls for one without content.
     text_arguments: bool,
     /// Whether it takes a message of the system behind others.
     system_anywhere: bool,
@@ -136,22 +136,24 @@ impl Family {
             guard,
             heads: Heads::default(),
             stops,
+            thoughtless: Vec::new(),
             has_tools: template.mentions("tools"),
             has_calls: template.mentions("tool_calls"),
-            text_arguments: false,
+            text_arguments: template.mentions("['arguments'] +"),
             system_anywhere: true,
             has_suffixes: true,
             template,
             tokenizer,
         };
         let tool = || Message { role: Role::Tool, ..text(BEFORE) };
-        family.text_arguments = family.has_calls && family.tail(&[], &[tool()]).is_err();
         let system = Message { role: Role::System, ..text("(system)") };
         let tail = family.tail(&[], &[system.clone(), text(BEFORE)]).ok().flatten();
         family.system_anywhere = tail.is_some_and(|tail| tail.contains(&system.content));
         let rows = [vec![text(BEFORE)], vec![tool(), tool()]];
         let rows = &rows[..if family.has_calls { 2 } else { 1 }];
         family.has_suffixes = rows.iter().all(|row| family.is_apart(row));
+        let thoughtless = family.thoughtless().ok().flatten().unwrap_or_default();
+        family.thoughtless = family.tokenizer.encode(&thoughtless)?;
         Ok(family)
     }
 
@@ -163,6 +165,24 @@ impl Family {
         // A template that names calls by a count of its own needs all that was called before.
         tail.as_ref().is_some_and(|tail| !tail.contains(ANSWER))
             && tail == self.tail(&longer, &row).ok().flatten()
+    }
+
+    /// What the template writes between the start of an answer and its text where it leaves thoughts out, if it does.
+    fn thoughtless(&self) -> Result<Option<String>, String> {
+        let answer =
+            Message { role: Role::Assistant, reasoning: Some(said::THOUGHTS.to_owned()), ..text(ANSWER) };
+        let [asked, start] = [false, true].map(|prompt| self.render(&[text(BEFORE)], &[], prompt));
+        let (asked, start) = (asked?, start?);
+        let whole = self.render(&[text(BEFORE), answer, text(BEFORE)], &[], false)?;
+        let found = || {
+            let start = start.strip_prefix(&asked)?;
+            let thinks = [said::THINK, said::THOUGHT].iter().filter_map(|mark| start.find(mark)).min();
+            let start = &start[..thinks.unwrap_or(start.len())];
+            let before = whole.split_once(ANSWER)?.0;
+            let between = &before[before.rfind(start)? + start.len()..];
+            (!between.contains(said::THOUGHTS)).then(|| between.to_owned())
+        };
+        Ok(found())
     }
 
     /// Its name.

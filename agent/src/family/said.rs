@@ -8,6 +8,8 @@ use crate::message::{Ended, Message, Role};
 
 pub(super) const THINK: &str = "<think>";
 pub(super) const THOUGHT: &str = "</think>";
+/// What stands between them while it is tried whether a template leaves it out.
+pub(super) const THOUGHTS: &str = "(thoughts)";
 
 /// What was drawn for a prompt.
 pub(crate) struct Drawn<'a> {
@@ -70,8 +72,7 @@ impl Family {
             self.tokenizer.decode(&[**id]).is_ok_and(|text| !text.is_empty() && text.trim().is_empty())
         };
         let blank = sampled[end + 1..].iter().take_while(is_blank).count();
-        let thoughtless = self.tokenizer.encode(self.rules.thoughtless).unwrap_or_default();
-        [&given[..begun], &thoughtless, &sampled[end + 1 + blank..]].concat()
+        [&given[..begun], &self.thoughtless, &sampled[end + 1 + blank..]].concat()
     }
 
     /// Where the start of an answer begins thoughts. A newline may stand behind the mark.

@@ -3,15 +3,15 @@
 
 use std::process::Command;
 
+use driftless_agent::Family;
 use driftless_agent::chat::ChatTemplate;
 use driftless_agent::message::{Ask, Message, Role};
-use driftless_agent::session::{Bounds, Thoughts, Tree};
-use driftless_agent::{Family, Tokenizer};
+use driftless_agent::session::{Bounds, Plan, Thoughts, Tree};
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::parity::plan;
-use crate::toy::{ask, generated, tokenizer, tokenizer_json, user};
+use crate::toy::{ask, generated, shared, tokenizer, tokenizer_json, user};
 
 /// A checkpoint's template, with what the packages make of it.
 #[derive(Deserialize)]
@@ -19,8 +19,10 @@ struct Checkpoint {
     name: String,
     template: String,
     bos: String,
+    tools: Vec<Value>,
     wholes: Vec<Whole>,
     turns: Vec<Turn>,
+    without: Option<Without>,
 }
 
 #[derive(Deserialize)]
@@ -33,11 +35,17 @@ struct Whole {
 /// An answer to `a`, and what is put behind it.
 #[derive(Deserialize)]
 struct Turn {
-    tools: Vec<Value>,
     sampled: Vec<i32>,
     messages: Vec<Message>,
     ids: Vec<i32>,
     heard: Option<Heard>,
+}
+
+/// An answer with thoughts to `a`, and the whole behind the question `b`, which has none.
+#[derive(Deserialize)]
+struct Without {
+    sampled: Vec<i32>,
+    ids: Vec<i32>,
 }
 
 #[derive(Deserialize, Debug, PartialEq)]
@@ -62,63 +70,86 @@ fn checkpoints() -> Vec<Checkpoint> {
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Whether the template has no place for a message, so that it is written as another one.
-fn is_moved(checkpoint: &Checkpoint, whole: &Whole) -> bool {
-    let many = whole.messages.iter().any(|message| message.calls.len() > 1);
-    many && checkpoint.name.contains("Llama-3")
+/// Text with its tokens apart, for people who read a failure.
+fn apart(ids: &[i32]) -> String {
+    ids.iter().map(|id| shared().token(*id).unwrap_or_default()).collect::<Vec<_>>().join("·")
 }
 
-fn whole(checkpoint: &Checkpoint, family: &Family, whole: &Whole) {
+/// What is wrong with ids, if anything is.
+fn differ(of: &str, found: &[i32], expected: &[i32]) -> Option<String> {
+    let (found, expected) = (found != expected).then(|| (apart(found), apart(expected)))?;
+    Some(format!("{of}\n  found    {found}\n  expected {expected}"))
+}
+
+fn whole(family: &Family, case: &Whole) -> Option<String> {
     let tree = Tree::new(Bounds::default(), Thoughts::Kept);
-    let asked = Ask { tools: whole.tools.clone(), ..ask(&whole.messages) };
+    let asked = Ask { tools: case.tools.clone(), ..ask(&case.messages) };
     let found = tree.prompt(&plan(&tree, family, &asked));
-    let read = |ids: &[i32]| all(&tokenizer(), ids);
-    assert_eq!(read(&found), read(&whole.ids), "{}: {:?}", checkpoint.name, whole.messages);
-    assert_eq!(found, whole.ids, "{}: {:?}", checkpoint.name, whole.messages);
+    differ(&format!("{:?}", case.messages), &found, &case.ids)
 }
 
-fn turn(checkpoint: &Checkpoint, family: &Family, turn: &Turn) {
-    let read = |ids: &[i32]| all(&tokenizer(), ids);
-    let name = format!("{}: {:?}", checkpoint.name, read(&turn.sampled));
-    let mut tree = Tree::new(Bounds::default(), Thoughts::Kept);
-    let mut talk = vec![user("a")];
-    let asked = |talk: &[Message]| Ask { tools: turn.tools.clone(), ..ask(talk) };
-    let first = plan(&tree, family, &asked(&talk));
-    let made = tree.turn(family, first, generated(turn.sampled.clone()), 1).unwrap();
+/// Spaces around the text of an answer are told to clients, and `renderers` leaves them out.
+fn heard(answer: &Message) -> Heard {
+    let calls = answer.calls.iter().map(|call| (call.name.clone(), call.arguments.clone())).collect();
+    Heard { content: answer.content.trim().to_owned(), reasoning: answer.reasoning.clone(), calls }
+}
+
+/// What is told of an answer to `a`, and the prompt behind it and what `next` makes of it.
+fn answered(
+    family: &Family,
+    thoughts: Thoughts,
+    tools: &[Value],
+    sampled: &[i32],
+    next: impl FnOnce(&Message) -> Vec<Message>,
+) -> (Message, Plan, Vec<i32>) {
+    let mut tree = Tree::new(Bounds::default(), thoughts);
+    let asked = |talk: &[Message]| Ask { tools: tools.to_vec(), ..ask(talk) };
+    let first = plan(&tree, family, &asked(&[user("a")]));
+    let made = tree.turn(family, first, generated(sampled.to_vec()), 1).unwrap();
     let at = tree.commit(made).unwrap();
     let answer = tree.answer(at).message;
-    let calls = answer.calls.iter().map(|call| (call.name.clone(), call.arguments.clone())).collect();
-    let found = Heard { content: answer.content.clone(), reasoning: answer.reasoning.clone(), calls };
-    if let Some(heard) = &turn.heard {
-        assert_eq!(&found, heard, "{name}");
-    }
-    let mut ids = answer.calls.iter().map(|call| call.id.clone());
-    talk.push(answer);
-    for message in &turn.messages {
-        let call_id = if message.role == Role::Tool { ids.next() } else { None };
-        talk.push(Message { call_id, ..message.clone() });
-    }
+    let talk = [vec![user("a"), answer.clone()], next(&answer)].concat();
     let next = plan(&tree, family, &asked(&talk));
-    assert!(next.cached > 0, "{name}");
-    assert_eq!(read(&tree.prompt(&next)), read(&turn.ids), "{name}");
-    assert_eq!(tree.prompt(&next), turn.ids, "{name}");
+    let prompt = tree.prompt(&next);
+    (answer, next, prompt)
 }
 
-/// Text with all tokens, for people who read a failure.
-fn all(tokenizer: &Tokenizer, ids: &[i32]) -> String {
-    let special = |id: &i32| tokenizer.token(*id).filter(|token| token.starts_with(['<', '[', ']']));
-    let text = |id: &i32| special(id).map_or_else(|| tokenizer.decode(&[*id]), Ok).unwrap();
-    ids.iter().map(text).collect::<Vec<_>>().join("·")
+fn turn(family: &Family, tools: &[Value], case: &Turn) -> Vec<String> {
+    let next = |answer: &Message| {
+        let mut ids = answer.calls.iter().map(|call| call.id.clone());
+        let messages = case.messages.iter().cloned();
+        let told = |message: Message| match message.role {
+            Role::Tool => Message { call_id: ids.next(), ..message },
+            _ => message,
+        };
+        messages.map(told).collect()
+    };
+    let (answer, next, prompt) = answered(family, Thoughts::Kept, tools, &case.sampled, next);
+    let (said, found) = (apart(&case.sampled), heard(&answer));
+    let expected = case.heard.as_ref().filter(|expected| **expected != found);
+    let misheard = expected.map(|expected| format!("{said}\n  found    {found:?}\n  expected {expected:?}"));
+    let anew = (next.cached == 0).then(|| format!("{said}: rendered anew"));
+    misheard.into_iter().chain(anew).chain(differ(&said, &prompt, &case.ids)).collect()
+}
+
+fn without(family: &Family, tools: &[Value], case: &Without) -> Option<String> {
+    let next = |_: &Message| vec![user("b")];
+    let (_, _, prompt) = answered(family, Thoughts::Stripped, tools, &case.sampled, next);
+    differ("without thoughts", &prompt, &case.ids)
 }
 
 #[test]
 fn families_have_the_ids_of_transformers_and_of_renderers() {
+    let mut wrong = Vec::new();
     for checkpoint in checkpoints() {
-        let template = ChatTemplate::from_source(&checkpoint.template, &[("bos_token", &checkpoint.bos)]);
+        let Checkpoint { name, template, bos, tools, wholes, turns, without: stripped } = checkpoint;
+        let template = ChatTemplate::from_source(&template, &[("bos_token", &bos)]);
         let family = Family::new(template.unwrap(), tokenizer()).unwrap();
-        for case in checkpoint.wholes.iter().filter(|case| !is_moved(&checkpoint, case)) {
-            whole(&checkpoint, &family, case);
-        }
-        checkpoint.turns.iter().for_each(|case| turn(&checkpoint, &family, case));
+        let found = wholes.iter().filter_map(|case| whole(&family, case));
+        let found = found.chain(turns.iter().flat_map(|case| turn(&family, &tools, case)));
+        let found = found.chain(stripped.iter().filter_map(|case| without(&family, &tools, case)));
+        wrong.extend(found.map(|wrong| format!("{name}: {wrong}")));
+        println!("{name}: {} conversations, {} answers", wholes.len(), turns.len());
     }
+    assert!(wrong.is_empty(), "{} differ\n{}", wrong.len(), wrong.join("\n"));
 }

@@ -15,7 +15,7 @@ use crate::basic;
 use crate::toy::{self, Dice, Drawn, Script, TEMPLATES, ask, message, user};
 
 /// Sessions of a template that are tried. `DRIFTLESS_SIMULATE` asks for others: a number of them.
-const SEEDS: u64 = 8;
+const SEEDS: u64 = 4;
 const NAME: &str = "s";
 
 /// A conversation of one agent.

@@ -116,6 +116,12 @@ pub(crate) fn tokenizer() -> Tokenizer {
     Tokenizer::from_bytes("tokenizer.json", tokenizer_json().as_bytes()).unwrap()
 }
 
+/// One of them for texts of tests.
+pub(crate) fn shared() -> &'static Tokenizer {
+    static SHARED: std::sync::LazyLock<Tokenizer> = std::sync::LazyLock::new(tokenizer);
+    &SHARED
+}
+
 pub(crate) fn template(name: &str) -> ChatTemplate {
     let source = TEMPLATES.iter().find(|(known, _)| *known == name).unwrap().1;
     ChatTemplate::from_source(source, &[("bos_token", "<|begin_of_text|>")]).unwrap()
@@ -182,7 +188,7 @@ pub(crate) fn call_of(template: &str, name: &str, key: &str, value: &str) -> Str
 
 /// An answer in the split that its text has.
 pub(crate) fn generation(text: &str, end: &str) -> Generation {
-    generated(tokenizer().encode(&format!("{text}{end}")).unwrap())
+    generated(shared().encode(&format!("{text}{end}")).unwrap())
 }
 
 /// An answer of these ids.

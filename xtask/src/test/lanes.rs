@@ -158,7 +158,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, environments of verifiers, tools of MCP",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers, tools of MCP",
         needs: &[Need::Rewards],
         programs: Tests::Some(&[
             "trainer::hooks",
@@ -436,6 +436,10 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.some(context.program("observe::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
     let mut clients = context.program("agent::gateway")?;
     context.some(clients.args(["--nocapture", "vendors_clients"]).env("DRIFTLESS_CLIENTS_PYTHON", python))?;
+    let (python, templates) = rewards::families(&crate::cache_dir()?);
+    let mut families = context.program("agent::sessions")?;
+    families.args(["--nocapture", "oracle::"]).env("DRIFTLESS_FAMILIES_PYTHON", python);
+    context.some(families.env("DRIFTLESS_FAMILIES_TEMPLATES", templates))?;
     let (python, wheels) = rewards::verifiers(&crate::cache_dir()?);
     let mut played = context.program("trainer::hooked")?;
     played.args(["--nocapture", "environment::"]).env("DRIFTLESS_VERIFIERS_PYTHON", python);
