@@ -41,6 +41,18 @@ pub(super) fn elements<'a>(
     })
 }
 
+/// The same where each call is an element.
+pub(super) fn within(
+    text: &str,
+    marks: [&str; 2],
+    call: [&str; 3],
+    read: impl Fn(&str, &str) -> Option<ToolCall>,
+) -> Parted {
+    between(text, marks, |inside| {
+        elements(inside, call).filter_map(|(name, body)| read(name, body)).collect()
+    })
+}
+
 /// A call without an id, if it has a name.
 pub(super) fn call(name: &str, arguments: Value) -> Option<ToolCall> {
     let name = name.trim();

@@ -33,17 +33,14 @@ pub(super) const RULES: Rules = Rules {
 };
 
 fn calls(text: &str, _: &[Value]) -> Parted {
-    if text.contains(SECTION32[0]) {
-        return calls::between(text, SECTION32, |inside| {
-            let read = |(name, body)| calls::call(name, arguments32(body));
-            calls::elements(inside, CALL32).filter_map(read).collect()
-        });
+    match text.contains(SECTION32[0]) {
+        true => calls::within(text, SECTION32, CALL32, |name, body| calls::call(name, arguments32(body))),
+        false => calls::within(text, SECTION, CALL, read),
     }
-    calls::between(text, SECTION, |inside| calls::elements(inside, CALL).filter_map(read).collect())
 }
 
 /// A call of V3.1, or of V3.
-fn read((name, body): (&str, &str)) -> Option<ToolCall> {
+fn read(name: &str, body: &str) -> Option<ToolCall> {
     let fenced = body.split_once('\n').filter(|_| name == FUNCTION);
     let Some((name, fenced)) = fenced else { return calls::call(name, calls::arguments_of(body)) };
     let [open, close] = FENCE;

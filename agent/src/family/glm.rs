@@ -27,9 +27,9 @@ pub(super) const RULES: Rules = Rules {
 
 fn calls(text: &str, tools: &[Value]) -> Parted {
     calls::between(text, MARKS, |inside| {
-        let name = inside.split(ARGUMENT[0]).next().unwrap_or_default();
+        let name = inside.split(ARGUMENT[0]).next().unwrap_or_default().trim();
         // What is neither a name nor an argument makes it no call.
-        let is_name = !name.contains(['\n', '<']) || !name.trim().contains(['\n', '<']);
+        let is_name = !name.contains(['\n', '<']);
         let call = is_name.then(|| calls::call(name, calls::typed(tools, name, arguments(inside))));
         call.flatten().into_iter().collect()
     })

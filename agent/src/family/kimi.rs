@@ -26,10 +26,10 @@ pub(super) const RULES: Rules = Rules {
 };
 
 fn calls(text: &str, _: &[Value]) -> Parted {
-    calls::between(text, SECTION, |inside| calls::elements(inside, CALL).filter_map(read).collect())
+    calls::within(text, SECTION, CALL, read)
 }
 
-fn read((id, json): (&str, &str)) -> Option<ToolCall> {
+fn read(id: &str, json: &str) -> Option<ToolCall> {
     let name = id.trim().rsplit_once(':').map_or(id.trim(), |(name, _)| name);
     let call = calls::call(name.strip_prefix(FUNCTIONS).unwrap_or(name), calls::arguments_of(json))?;
     Some(ToolCall { id: id.trim().to_owned(), ..call })

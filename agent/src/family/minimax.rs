@@ -25,10 +25,8 @@ pub(super) const RULES: Rules = Rules {
 };
 
 fn calls(text: &str, tools: &[Value]) -> Parted {
-    calls::between(text, SECTION, |inside| {
-        let arguments = |name, body| calls::typed(tools, name, calls::elements(body, ARGUMENT));
-        let read = |(name, body)| calls::call(name, arguments(name, body));
-        calls::elements(inside, CALL).filter_map(read).collect()
+    calls::within(text, SECTION, CALL, |name, body| {
+        calls::call(name, calls::typed(tools, name, calls::elements(body, ARGUMENT)))
     })
 }
 

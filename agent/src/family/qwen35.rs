@@ -13,9 +13,8 @@ pub(super) const RULES: Rules =
     Rules { name: "Qwen3.5", signs: &["<|im_start|>", "<function="], calls, spell, ..chatml::RULES };
 
 fn calls(text: &str, tools: &[Value]) -> Parted {
-    calls::between(text, chatml::MARKS, |inside| {
-        let read = |(name, body)| calls::call(name, calls::typed(tools, name, arguments(body)));
-        calls::elements(inside, CALL).filter_map(read).collect()
+    calls::within(text, chatml::MARKS, CALL, |name, body| {
+        calls::call(name, calls::typed(tools, name, arguments(body)))
     })
 }
 

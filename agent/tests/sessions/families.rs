@@ -2,11 +2,11 @@
 
 use driftless_agent::Family;
 use driftless_agent::chat::ChatTemplate;
-use driftless_agent::message::{Message, Role};
+use driftless_agent::message::{Ask, Message, Role};
 use driftless_agent::session::{Bounds, Thoughts, Tree};
 
 use crate::parity::plan;
-use crate::toy::{TEMPLATES, ask, family, generation, message, tokenizer, user};
+use crate::toy::{TEMPLATES, ask, family, generation, message, shared, tokenizer, user};
 
 fn of(source: &str) -> driftless_agent::Result<Family> {
     Family::new(ChatTemplate::from_source(source, &[]).unwrap(), tokenizer())
@@ -56,4 +56,75 @@ fn a_system_message_in_the_middle_is_a_users_where_need_be() {
 fn templates_without_suffixes_begin_anew() {
     let (read, cached) = two_turns(&of(COUNTS).unwrap(), &[user("a")], &[user("b")]);
     assert_eq!((read.as_str(), cached), ("user 1\na\nassistant 2\nYes.\nuser 3\nb\nassistant\n", 0));
+}
+
+#[test]
+fn answers_that_were_cut_get_their_end_and_that_of_thoughts() {
+    let glm = "b<|assistant|></think>";
+    for (template, said, expected) in [
+        (
+            "qwen35",
+            "hm",
+            "hm</think><|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        ),
+        (
+            "qwen35",
+            "hm</think>Yes",
+            "</think>Yes<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        ),
+        (
+            "kimi",
+            "hm",
+            "hm</think><|im_end|><|im_user|>user<|im_middle|>b<|im_end|><|im_assistant|>assistant<|im_middle|><think>",
+        ),
+        ("deepseek", "Yes", "Yes<｜end▁of▁sentence｜><｜User｜>b<｜Assistant｜>"),
+        ("glm", "Yes", &format!("Yes<|endoftext|><|user|>{glm}")),
+        ("glm", "Yes<|endoftext|>", &format!("Yes<|endoftext|><|user|>{glm}")),
+        ("glm", "Yes<|user|>", &format!("Yes<|user|>{glm}")),
+        ("glm", "Yes<|observation|>", &format!("Yes<|observation|><|user|>{glm}")),
+    ] {
+        let (family, mut tree) = (family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let first = plan(&tree, &family, &ask(&[user("a")]));
+        let turn = tree.turn(&family, first, generation(said, ""), 1).unwrap();
+        let at = tree.commit(turn).unwrap();
+        let next = plan(&tree, &family, &ask(&[user("a"), tree.answer(at).message, user("b")]));
+        let prompt = tree.prompt(&next);
+        assert!(prompt.ends_with(&shared().encode(expected).unwrap()), "{template}: {said}");
+    }
+}
+
+#[test]
+fn answers_within_thoughts_that_the_template_began_are_thoughts() {
+    for template in ["qwen35", "kimi", "minimax"] {
+        let (family, tree) = (family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let first = plan(&tree, &family, &ask(&[user("a")]));
+        let answer = tree.turn(&family, first, generation("hm", ""), 1).unwrap().answer;
+        assert_eq!((answer.reasoning.as_deref(), answer.content.as_str()), (Some("hm"), ""), "{template}");
+    }
+}
+
+#[test]
+fn tools_are_told_by_the_system_where_the_template_has_no_words() {
+    let (family, tree) = (family("deepseek"), Tree::new(Bounds::default(), Thoughts::Kept));
+    let tool = serde_json::json!({"type": "function", "function": {"name": "ls"}});
+    let asked = Ask { tools: vec![tool], ..ask(&[message(Role::System, "s"), user("a")]) };
+    let read = shared().decode(&tree.prompt(&plan(&tree, &family, &asked))).unwrap();
+    let example = "<｜tool▁call▁begin｜>…<｜tool▁sep｜>{\"…\":\"…\"}<｜tool▁call▁end｜>";
+    assert!(read.starts_with("s\n\nYou may call functions.") && read.contains(example), "{read}");
+}
+
+/// It counts calls, as some copies of Kimi K2's template do: what a tool told is named by its place among all.
+const COUNTS_CALLS: &str = "{% set ns = namespace(names=[], at=0) %}{% for m in messages %}\
+    {{ '<|im_' ~ m.role ~ '|>' ~ m.role ~ '<|im_middle|>' }}{% for call in m.tool_calls or [] %}\
+    {% set ns.names = ns.names + [call.function.name ~ ':' ~ ns.names | length] %}{% endfor %}\
+    {% if m.role == 'tool' %}{{ ns.names[ns.at] }}{% set ns.at = ns.at + 1 %}{% endif %}\
+    {{ m.content ~ '<|im_end|>' }}{% endfor %}\
+    {% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}";
+
+#[test]
+fn templates_that_count_calls_begin_anew() {
+    let template = ChatTemplate::from_source(COUNTS_CALLS, &[]).unwrap();
+    let family = Family::new(template, tokenizer()).unwrap();
+    let (_, cached) = two_turns(&family, &[user("a")], &[user("b")]);
+    assert_eq!((family.name(), cached), ("Kimi K2", 0));
 }
