@@ -98,7 +98,7 @@ NAME = "You are a helpful assistant."
 FAMILIES = [
     ("Qwen-Qwen3-0.6B", hermes, END, END, kept(r.Qwen3Renderer, r.Qwen3RendererConfig)),
     ("Qwen3.5-4B", qwen35, END, END, kept(r.Qwen35Renderer, r.Qwen35RendererConfig)),
-    ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", deepseek_v3, EOS, EOS, None),
+    ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", deepseek_v3, EOS, EOS, kept(r.DeepSeekR1Renderer, r.DeepSeekR1RendererConfig)),
     ("deepseek-ai-DeepSeek-V3.1", deepseek_v31, EOS, EOS, None),
     ("GLM-4.6", glm("\n"), USER, OBSERVATION, kept(r.GLM45Renderer, r.GLM45RendererConfig)),
     ("GLM-4.7-Flash", glm(""), USER, OBSERVATION, kept(r.GLM5Renderer, r.GLM5RendererConfig)),
@@ -204,7 +204,9 @@ def turns(spell, end, end_of_calls, thought):
 
 def behind(template, renderer, prompt, sampled, messages):
     """Ids before the next answer."""
-    if renderer:
+    # The template parts answers of tools by a line, and begins no thoughts behind them.
+    is_told = template.takes_text and any(said["role"] == "tool" for said in messages)
+    if renderer and not is_told:
         return renderer.bridge_to_next_turn(prompt, sampled, [template.written(said) for said in messages]).token_ids
     names = [said["call_id"].split(".")[1].split(":")[0] for said in messages if said["role"] == "tool"]
     whole = template.text([user("a"), {**called(*names), "content": "(said)"}, *messages], None)
