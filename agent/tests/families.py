@@ -1,9 +1,9 @@
 """Conversations of families of models, as `transformers` renders and `renderers` continues and reads them.
 
-    python families.py TOKENIZER TEMPLATES
+    python families.py TOKENIZER TEMPLATES...
 
-TOKENIZER is a `tokenizer.json` with the tokens of all families, TEMPLATES a folder of checkpoints' templates. Written is a
-line of JSON for each family: its template, conversations with their text and ids, and what its models say.
+TOKENIZER is a `tokenizer.json` with the tokens of all families. TEMPLATES are folders of templates. A line of JSON is
+written for each checkpoint: its template, conversations with their ids, and what its model says with what follows.
 """
 
 import json
@@ -29,7 +29,8 @@ TOOLS = [
     }
     for name in ["ls", "grep"]
 ]
-ARGUMENTS = [{"path": "/tmp\nx", "q": 5, "z": {"a": [1, None, True, 0.5]}}, {"path": "5"}, {}]
+ARGUMENTS = [{"path": "/tmp\nx", "q": 5, "z": {"a": [1, None, True, 0.5]}}, {"path": "5"}]
+
 
 def elements(begin, end):
     def spell(arguments):
@@ -93,12 +94,13 @@ def kept(renderer, config, **more):
 END, EOS = "<|im_end|>", "<｜end▁of▁sentence｜>"
 USER, OBSERVATION = "<|user|>", "<|observation|>"
 NAME = "You are a helpful assistant."
-# Templates of each family, how its models write calls, the tokens that end an answer and a call, and its renderer. Where
-# there is none, what stands behind an answer is the end of the template's whole.
+R1 = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"
+# A template, how its models write calls, the tokens that end an answer and a call, and its renderer. Where there is none,
+# what stands behind an answer is the end of the template's whole.
 FAMILIES = [
     ("Qwen-Qwen3-0.6B", hermes, END, END, kept(r.Qwen3Renderer, r.Qwen3RendererConfig)),
     ("Qwen3.5-4B", qwen35, END, END, kept(r.Qwen35Renderer, r.Qwen35RendererConfig)),
-    ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", deepseek_v3, EOS, EOS, kept(r.DeepSeekR1Renderer, r.DeepSeekR1RendererConfig)),
+    (R1, deepseek_v3, EOS, EOS, kept(r.DeepSeekR1Renderer, r.DeepSeekR1RendererConfig)),
     ("deepseek-ai-DeepSeek-V3.1", deepseek_v31, EOS, EOS, None),
     ("GLM-4.6", glm("\n"), USER, OBSERVATION, kept(r.GLM45Renderer, r.GLM45RendererConfig)),
     ("GLM-4.7-Flash", glm(""), USER, OBSERVATION, kept(r.GLM5Renderer, r.GLM5RendererConfig)),
@@ -106,7 +108,7 @@ FAMILIES = [
     ("MiniMax-M2", minimax, "[e~[", "[e~[", kept(r.MiniMaxM2Renderer, r.MiniMaxM2RendererConfig, model_identity=NAME)),
 ]
 # Tokens that renderers want, and that no text has.
-PICTURES = [f"<|{name}|>" for name in "vision_start vision_end image_pad video_pad media_begin media_content media_end media_pad".split()]
+PICTURES = "vision_start vision_end image_pad video_pad media_begin media_content media_end media_pad".split()
 # Templates whose models differ from the others of their family in nothing else.
 MORE = ["moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.2", "meta-llama-Llama-3.1-8B-Instruct"]
 BOS = {"deepseek": "<｜begin▁of▁sentence｜>", "meta": "<|begin_of_text|>"}
@@ -121,12 +123,13 @@ def user(text):
 
 
 def called(*names, content="", reasoning=None):
-    calls = [{"id": f"functions.{name}:{nth}", "name": name, "arguments": ARGUMENTS[nth]} for nth, name in enumerate(names)]
+    ids = [f"functions.{name}:{nth}" for nth, name in enumerate(names)]
+    calls = [{"id": i, "name": name, "arguments": given} for i, name, given in zip(ids, names, ARGUMENTS)]
     return message("assistant", content, calls=calls, reasoning=reasoning)
 
 
-def told(*texts, names=("ls", "grep")):
-    return [message("tool", text, call_id=f"functions.{names[nth]}:{nth}") for nth, text in enumerate(texts)]
+def told(*texts):
+    return [message("tool", text, call_id=i) for i, text in zip(["functions.ls:0", "functions.grep:1"], texts)]
 
 
 def conversations():
@@ -135,10 +138,12 @@ def conversations():
         yield [user(text)]
         yield [message("system", text), user("Hi")]
         yield [user("a"), message("assistant", text), user(text)]
-        yield [user("a"), message("assistant", text, reasoning="é: hm"), user("b"), message("assistant", "c"), user("d")]
+        thought = message("assistant", text, reasoning="é: hm")
+        yield [user("a"), thought, user("b"), message("assistant", "c"), user("d")]
         yield [user("a"), called("ls", content=text, reasoning="hm"), *told(text)]
         yield [user("a"), called("ls", "grep", content=text), *told(text, "5"), message("assistant", text), user("b")]
-    yield [message("system", "s"), user("a"), called("ls", "grep"), *told("x", ""), called("ls", reasoning="so"), *told("y")]
+    first = [message("system", "s"), user("a"), called("ls", "grep"), *told("x", "")]
+    yield [*first, called("ls", reasoning="so"), *told("y")]
 
 
 class Template:
@@ -158,7 +163,8 @@ class Template:
         if calls := said.get("calls"):
             dumped = json.dumps if self.takes_text else dict
             function = lambda call: {"name": call["name"], "arguments": dumped(call["arguments"])}
-            written["tool_calls"] = [{"type": "function", "id": call["id"], "function": function(call)} for call in calls]
+            call = lambda call: {"type": "function", "id": call["id"], "function": function(call)}
+            written["tool_calls"] = list(map(call, calls))
             if self.takes_text:
                 written["content"] = said["content"] or None
         if call_id := said.get("call_id"):
@@ -224,34 +230,48 @@ def read(renderer, prompt, sampled, tools):
     return {"content": said.content.strip(), "reasoning": reasoning or None, "calls": calls}
 
 
+def wholes(template, name, tools):
+    for messages in conversations():
+        if name.startswith("meta") and any(len(said.get("calls") or []) > 1 for said in messages):
+            continue  # Its template refuses several calls.
+        for given in [[], tools] if tools else [[]]:
+            ids = template.ids(template.text(messages, given))
+            yield {"messages": messages, "tools": given, "ids": ids}
+
+
+def without(template, thinks, end, tools):
+    """An answer with thoughts, and the conversation once they are left out."""
+    said = message("assistant", "Yes.", reasoning="hm")
+    ids = template.ids(template.text([user("a"), said, user("b")], tools))
+    return {"sampled": template.ids(thinks + "Yes." + end), "ids": ids}
+
+
+def checkpoint(template, name, spell, end, end_of_calls, renderer):
+    tools = TOOLS if template.has_tools else []
+    line = {"name": name, "template": template.source, "bos": template.bos, "tools": tools, "turns": []}
+    line["wholes"] = list(wholes(template, name, tools))
+    if not spell:
+        return line
+    prompt = template.text([user("a")], tools)
+    thought = thoughts(prompt)
+    # The one of ours keeps thoughts.
+    if thought[0] and name != "kimi":
+        line["without"] = without(template, "".join(thought), end, tools)
+    for said, messages in turns(spell, end, end_of_calls, thought):
+        before, sampled = template.ids(prompt), template.ids(said)
+        ids = behind(template, renderer, before, sampled, messages)
+        heard = renderer and read(renderer, before, sampled, tools)
+        line["turns"].append({"sampled": sampled, "messages": messages, "ids": ids, "heard": heard})
+    return line
+
+
 def main(tokenizer, *folders):
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": PICTURES})
-    find = lambda name: next(path for folder in folders if (path := Path(folder, name + ".jinja")).exists())
-    for name, spell, end, end_of_calls, renderer in [*FAMILIES, *((name, *[None] * 4) for name in MORE)]:
-        template = Template(tokenizer, find(name))
-        tools = TOOLS if template.has_tools else []
-        line = {"name": name, "template": template.source, "bos": template.bos, "tools": tools, "wholes": [], "turns": [], "without": None}
-        for messages in conversations():
-            if name.startswith("meta") and any(len(said.get("calls") or []) > 1 for said in messages):
-                continue  # Its template refuses several calls.
-            for given in [[], tools] if tools else [[]]:
-                ids = template.ids(template.text(messages, given))
-                line["wholes"].append({"messages": messages, "tools": given, "ids": ids})
-        prompt = template.text([user("a")], tools)
-        thinks = "".join(thoughts(prompt))
-        # The one of ours keeps thoughts.
-        if spell and thinks and name != "kimi":
-            said = message("assistant", "Yes.", reasoning="hm")
-            ids = template.ids(template.text([user("a"), said, user("b")], tools))
-            line["without"] = {"sampled": template.ids(thinks + "Yes." + end), "ids": ids}
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in PICTURES]})
+    for name, *rules, renderer in [*FAMILIES, *((name, *[None] * 4) for name in MORE)]:
+        path = next(path for folder in folders if (path := Path(folder, name + ".jinja")).exists())
         renderer = renderer and renderer(tokenizer)
-        for said, messages in turns(spell, end, end_of_calls, thoughts(prompt)) if spell else []:
-            before, sampled = template.ids(prompt), template.ids(said)
-            ids = behind(template, renderer, before, sampled, messages)
-            heard = renderer and read(renderer, before, sampled, tools)
-            line["turns"].append({"sampled": sampled, "messages": messages, "ids": ids, "heard": heard})
-        print(json.dumps(line))
+        print(json.dumps(checkpoint(Template(tokenizer, path), name, *rules, renderer)))
 
 
 if __name__ == "__main__":

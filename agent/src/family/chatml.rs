@@ -28,9 +28,8 @@ fn calls(text: &str, _: &[Value]) -> Parted {
 }
 
 fn spell(call: &ToolCall) -> String {
-    let json = serde_json::json!({"name": call.name, "arguments": call.arguments});
-    let [open, close] = MARKS;
-    format!("\n{open}\n{json}\n{close}")
+    let (name, [open, close]) = (Value::from(call.name.as_str()), MARKS);
+    format!("\n{open}\n{{\"name\": {name}, \"arguments\": {}}}\n{close}", call.arguments)
 }
 
 #[cfg(test)]

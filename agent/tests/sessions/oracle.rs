@@ -57,7 +57,7 @@ struct Heard {
 
 fn checkpoints() -> Vec<Checkpoint> {
     let Ok(python) = std::env::var("DRIFTLESS_FAMILIES_PYTHON") else { return Vec::new() };
-    let templates = std::env::var("DRIFTLESS_FAMILIES_TEMPLATES").expect("a folder of templates");
+    let templates = std::env::var("DRIFTLESS_FAMILIES_TEMPLATES").unwrap();
     let home = tempfile::tempdir().unwrap();
     let tokenizer = home.path().join("tokenizer.json");
     std::fs::write(&tokenizer, tokenizer_json()).unwrap();
