@@ -14,13 +14,15 @@ struct Home {
     /// The directory in the cache: another one for other packages.
     name: &'static str,
     packages: &'static [&'static str],
+    /// Packages without what they ask for: a page of their own, for one.
+    bare: &'static [&'static str],
     /// What programs that the packages start with uv are made of, as wheels beside the environment.
     programs: &'static [&'static str],
     /// Whether chat templates of checkpoints lie beside the environment.
     has_templates: bool,
 }
 
-const HOMES: [&Home; 4] = [&REWARDS, &VERIFIERS, &TOOLS, &FAMILIES];
+const HOMES: [&Home; 5] = [&REWARDS, &VERIFIERS, &TOOLS, &FAMILIES, &OPENENV];
 
 const REWARDS: Home = Home {
     name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0",
@@ -31,6 +33,7 @@ const REWARDS: Home = Home {
         "openai==3.57.0",
         "anthropic==2.14.0",
     ],
+    bare: &[],
     programs: &[],
     has_templates: false,
 };
@@ -39,6 +42,7 @@ const REWARDS: Home = Home {
 const VERIFIERS: Home = Home {
     name: "verifiers-0.4.0-textarena-0.7.4-uv-0.9.18",
     packages: &["verifiers[ta]==0.4.0", "textarena==0.7.4", "uv==0.9.18"],
+    bare: &[],
     programs: &["openai==3.57.0", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
     has_templates: false,
 };
@@ -47,6 +51,7 @@ const VERIFIERS: Home = Home {
 const TOOLS: Home = Home {
     name: "mcp-2.3.0-openai-3.57.0",
     packages: &["mcp==2.3.0", "openai==3.57.0"],
+    bare: &[],
     programs: &[],
     has_templates: false,
 };
@@ -56,8 +61,26 @@ const TOOLS: Home = Home {
 const FAMILIES: Home = Home {
     name: "renderers-0.1.12-transformers-4.57.1-llama-cpp-python-0.3.36",
     packages: &["renderers==0.1.12", "transformers==4.57.1", "httpx==0.28.1"],
+    bare: &[],
     programs: &[],
     has_templates: true,
+};
+
+/// It wants an older client of MCP.
+const OPENENV: Home = Home {
+    name: "openenv-0.10.0-fastmcp-3.4.11-openai-3.57.0",
+    packages: &[
+        "fastapi==0.165.0",
+        "uvicorn==0.54.0",
+        "websockets==17.4",
+        "fastmcp==3.4.11",
+        "httpx==0.28.1",
+        "requests==2.32.5",
+        "openai==3.57.0",
+    ],
+    bare: &["openenv==0.10.0"],
+    programs: &[],
+    has_templates: false,
 };
 
 /// Directory of these wheels.
@@ -71,7 +94,7 @@ const MARKER: &str = "installed";
 pub(crate) fn missing(cache: &Path) -> Option<String> {
     let found = HOMES.iter().all(|home| cache.join(home.name).join(MARKER).is_file());
     (!found).then(|| {
-        "math-verify, reasoning-gym, tensorboard, openai, anthropic, verifiers, mcp and renderers (cargo xtask test --ci rewards)"
+        "math-verify, reasoning-gym, tensorboard, openai, anthropic, verifiers, mcp, openenv and renderers (cargo xtask test --ci rewards)"
             .to_owned()
     })
 }
@@ -98,14 +121,22 @@ pub(crate) fn families(cache: &Path) -> (PathBuf, PathBuf) {
     (home.join("bin/python"), home.join(TEMPLATES))
 }
 
+/// The interpreter that has openenv.
+pub(crate) fn openenv(cache: &Path) -> PathBuf {
+    cache.join(OPENENV.name).join("bin/python")
+}
+
 /// Installs what is not there. What an interrupted installation left is begun anew.
 pub(crate) fn install(cache: &Path) -> Result<()> {
     HOMES.iter().filter(|home| !cache.join(home.name).join(MARKER).is_file()).try_for_each(|home| {
-        println!("rewards: {} from PyPI (0.1 to 0.7 GB)", home.packages.join(", "));
+        println!("rewards: {} from PyPI (0.1 to 0.7 GB)", [home.packages, home.bare].concat().join(", "));
         let at = cache.join(home.name);
         process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&at))?;
         let python = at.join("bin/python");
         process::run(install::pip(&python).args(home.packages))?;
+        if !home.bare.is_empty() {
+            process::run(install::pip(&python).arg("--no-deps").args(home.bare))?;
+        }
         if !home.programs.is_empty() {
             let mut download = Command::new(&python);
             download.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);

@@ -6,21 +6,22 @@ use std::fmt;
 use std::str::FromStr;
 
 /// Kinds of environments, as `python -m driftless_rl.environment` has them.
-const KINDS: [&str; 2] = ["tools", "verifiers"];
+const KINDS: [&str; 3] = ["openenv", "tools", "verifiers"];
 
 #[derive(clap::Args, serde::Serialize)]
 #[command(next_help_heading = "Environment")]
 pub(crate) struct EnvironmentArgs {
-    /// Learn in an environment, which gives prompts, answers and rewards: verifiers:NAME of that package, or
-    /// tools:FOLDER, a calculator and a search over texts. `python3` of PATH is asked, which needs driftless-rl and the
-    /// package, for tools `openai`; see docs/agents.md.
+    /// Learn in an environment, which gives prompts, answers and rewards: verifiers:NAME of that package, openenv:NAME,
+    /// where NAME is a server's URL or a package that has one, or tools:FOLDER, a calculator and a search over texts.
+    /// `python3` of PATH is asked, which needs driftless-rl and the package, for tools `openai`; see docs/agents.md.
     #[arg(long, value_name = "KIND:NAME", conflicts_with_all = [
         "task", "prompt_data", "data_source_command", "custom_generate_command", "custom_rm_command", "rm_type", "rm_url",
         "group_rm", "eval_prompt_data", "apply_chat_template", "input_key", "label_key", "metadata_key",
     ])]
     #[serde(serialize_with = "named")]
     environment: Option<Environment>,
-    /// Its settings, as an object by the package's own names: of verifiers, what [env] is in its files; of tools, seed.
+    /// Its settings, as an object: of verifiers, what [env] is in its files; of openenv, what docs/agents.md lists; of
+    /// tools, seed.
     #[arg(long, value_name = "JSON", requires = "environment", value_parser = object)]
     #[serde(serialize_with = "digest")]
     environment_args: Option<String>,
@@ -90,6 +91,7 @@ mod tests {
         };
         let start = "exec python3 -m driftless_rl.environment";
         assert_eq!(of("verifiers:a/b@1", None), format!("{start} 'verifiers:a/b@1'"));
+        assert_eq!(of("openenv:http://a:1", None), format!("{start} 'openenv:http://a:1'"));
         assert_eq!(of("tools:a folder", None), format!("{start} 'tools:a folder'"));
         let written = of("verifiers:$(x)'; y", Some("{\"a\": \"'\"}"));
         assert_eq!(written, format!(r#"{start} 'verifiers:$(x)'\''; y' --args '{{"a": "'\''"}}'"#));

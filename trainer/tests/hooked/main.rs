@@ -6,6 +6,7 @@ mod clients;
 mod environment;
 mod failures;
 mod many;
+mod openenv;
 mod tools;
 
 use async_trait::async_trait;

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// A conversation with tools, as Qwen3 writes it.
-const TEMPLATE: &str = include_str!("../../../agent/tests/templates/qwen3.jinja");
+pub(super) const TEMPLATE: &str = include_str!("../../../agent/tests/templates/qwen3.jinja");
 
 /// A server of the package, for integers.
 const SUMS: &str = r#"
@@ -75,9 +75,9 @@ async def answer(turn: Turn) -> None:
 "#;
 
 /// Writes what a function makes of all that it read, with the place of each token as log-probability.
-struct Plays {
-    tokenizer: Tokenizer,
-    says: fn(&str) -> String,
+pub(super) struct Plays {
+    pub(super) tokenizer: Tokenizer,
+    pub(super) says: fn(&str) -> String,
 }
 
 #[async_trait]
@@ -108,11 +108,11 @@ async fn tools(dir: &Path, python: &str) -> Task {
     task(dir, python, &format!("tools:{}", notes.display()), r#"{"seed": 3}"#).await
 }
 
-fn call(name: &str, arguments: &serde_json::Value) -> String {
+pub(super) fn call(name: &str, arguments: &serde_json::Value) -> String {
     format!("<tool_call>\n{}\n</tool_call>", json!({"name": name, "arguments": arguments}))
 }
 
-fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
+pub(super) fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
     text.rsplit_once(before)?.1.split(behind).next()
 }
 
@@ -144,7 +144,11 @@ fn unable(text: &str) -> String {
 
 /// Text and reward of the answers to the first two prompts.
 async fn played(dir: &Path, python: &str, says: fn(&str) -> String) -> Vec<(String, f32)> {
-    let task = tools(dir, python).await;
+    played_of(dir, tools(dir, python).await, says).await
+}
+
+/// The same of any task, whose answers are conversations.
+pub(super) async fn played_of(dir: &Path, task: Task, says: fn(&str) -> String) -> Vec<(String, f32)> {
     let tokenizer = Tokenizer::open(dir).unwrap();
     let rollouts =
         of_engines(dir, task, Arc::new(Plays { tokenizer: Tokenizer::open(dir).unwrap(), says }), 1024, 2);

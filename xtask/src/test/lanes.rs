@@ -158,7 +158,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers, tools of MCP",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers and OpenEnv, tools of MCP",
         needs: &[Need::Rewards],
         programs: Tests::Some(&[
             "trainer::hooks",
@@ -447,7 +447,10 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.some(played.envs([("UV_FIND_LINKS", wheels.as_os_str()), ("UV_NO_INDEX", "1".as_ref())]))?;
     let mut tools = context.program("trainer::hooked")?;
     let python = rewards::tools(&crate::cache_dir()?);
-    context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", python))
+    context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", python))?;
+    let mut openenv = context.program("trainer::hooked")?;
+    let python = rewards::openenv(&crate::cache_dir()?);
+    context.some(openenv.args(["--nocapture", "openenv::"]).env("DRIFTLESS_OPENENV_PYTHON", python))
 }
 
 /// Steps of the demo, and behind which of them an engine is killed.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from driftless_rl.hook import Failed, Sample, Turn, generate, prompt, reward
 from driftless_rl.hook._serve import serve
 
-KINDS = ("tools", "verifiers")
+KINDS = ("openenv", "tools", "verifiers")
 # Answers that are open at once, each with programs of its own on this host.
 OPEN = 128
 
@@ -69,7 +69,11 @@ def main(arguments: list[str]) -> int:
     kind, _, name = given.environment.partition(":")
     if kind not in KINDS or not name:
         parser.error(f"expected KIND:NAME with KIND one of {', '.join(KINDS)}, found {given.environment!r}")
-    return serve(__file__, OPEN, lambda: _register(kind, name, given.args))
+    # A server of OpenEnv has room for one episode, unless it is told otherwise. Who waits for it here is not late.
+    room = given.args.get("sessions", 1) if kind == "openenv" else OPEN
+    if type(room) is not int or not 1 <= room <= OPEN:
+        parser.error(f"--args: expected `sessions` from 1 to {OPEN}, found {room!r}")
+    return serve(__file__, room, lambda: _register(kind, name, given.args))
 
 
 if __name__ == "__main__":

@@ -68,10 +68,29 @@ class Tool:
             if not timer.expired():
                 raise
             raise Failed("deadline", f"tool `{self.name}`: expected an answer within {deadline:g} s, found none") from error
-        # Names of files may be no text.
-        text = text.encode("utf-8", "replace").decode()
-        more = len(text) - TEXT_MAX
-        return text if more <= 0 else f"{text[:TEXT_MAX]}\n[{more} more characters]"
+        return clipped(text)
+
+
+def clipped(text: str) -> str:
+    """What the policy reads of a text of any length."""
+    # Names of files may be no text.
+    text = text.encode("utf-8", "replace").decode()
+    more = len(text) - TEXT_MAX
+    return text if more <= 0 else f"{text[:TEXT_MAX]}\n[{more} more characters]"
+
+
+async def drawn(client: Any, said: list[Any], nth: int, **offered: Any) -> str | None:
+    """Appends the policy's turn to a conversation. How it ended; none where a later one found the context full."""
+    from openai import BadRequestError
+
+    try:
+        choice = (await client.chat.completions.create(model="policy", messages=said, **offered)).choices[0]
+    except BadRequestError as error:
+        if nth > 1 and error.code == "context_length_exceeded":
+            return None
+        raise
+    said.append(choice.message.model_dump(exclude_none=True))
+    return str(choice.finish_reason)
 
 
 async def run_tools(
@@ -81,6 +100,7 @@ async def run_tools(
     messages: Sequence[dict[str, Any]] | None = None,
     max_turns: int = 16,
     call_deadline: float = CALL_DEADLINE,
+    is_done: Callable[[], bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Has the policy go on until it calls no tool any more, its tokens are used up, or its context is full.
 
@@ -92,11 +112,12 @@ async def run_tools(
         messages: how the conversation begins, by default with ``turn.prompt``.
         max_turns: turns of the policy.
         call_deadline: seconds that a call may take.
+        is_done: asked behind the calls of a turn, whether the conversation has ended.
 
     Returns:
         The conversation, as OpenAI's Chat Completions has it.
     """
-    from openai import AsyncOpenAI, BadRequestError
+    from openai import AsyncOpenAI
 
     if turn.base_url is None:
         raise Failed("environment", "expected an address for clients, found none: the template is of no known family")
@@ -112,19 +133,15 @@ async def run_tools(
     # The loop bounds each generation, so the client does not.
     async with AsyncOpenAI(base_url=turn.base_url, api_key=turn.api_key, timeout=None) as client:
         for nth in range(1, max_turns + 1):
-            try:
-                drawn = await client.chat.completions.create(model="policy", messages=said, tools=functions)
-            except BadRequestError as error:
-                if nth > 1 and error.code == "context_length_exceeded":
-                    break
-                raise
-            choice = drawn.choices[0]
-            said.append(choice.message.model_dump(exclude_none=True))
-            if choice.finish_reason != "tool_calls" or nth == max_turns:
+            ended = await drawn(client, said, nth, tools=functions)
+            # What the last turn's calls say is read by no one, but they may be the end of an episode.
+            if ended != "tool_calls" or (nth == max_turns and is_done is None):
                 break
             for call in said[-1]["tool_calls"]:
                 name, text = call["function"]["name"], "Error: no tool has this name"
                 if name in known:
                     text = await known[name].answer(call["function"]["arguments"], call_deadline)
                 said.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+            if is_done is not None and is_done():
+                break
     return said
