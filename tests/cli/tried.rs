@@ -6,9 +6,23 @@ use driftless_testkit::sglang::Fake;
 use std::path::Path;
 use std::process::Command;
 
+/// The mark that ends a turn.
+const END: i32 = 2;
+
 /// A hook that says this of each question.
 fn says(reply: &str) -> String {
     format!("while read -r line; do n=${{line#*:}}; n=${{n%%,*}}; echo '{{\"id\": '$n', {reply}}}'; done")
+}
+
+/// An environment of the wheel without the wheel: its modules lie in the tree, and its packages beside this Python.
+fn with_package(command: &mut Command, dir: &Path, python: &Path) {
+    let package = concat!(env!("CARGO_MANIFEST_DIR"), "/python/python/driftless_rl");
+    std::fs::create_dir(dir.join("driftless_rl")).expect("a directory");
+    let init = dir.join("driftless_rl/__init__.py");
+    std::fs::write(init, format!("__path__ = [{package:?}]\n")).expect("a file");
+    let bin = python.parent().expect("a directory").display();
+    let path = format!("{bin}:{}", std::env::var("PATH").unwrap_or_default());
+    command.current_dir(dir).env("PYTHONPATH", dir).env("PATH", path);
 }
 
 fn try_in(dir: &Path, model: &Path, fake: &Fake) -> Command {
@@ -51,4 +65,36 @@ fn a_try_that_fails_names_its_outcome_and_ends_with_an_error() {
         assert!(text.contains(&format!("reward none, failed: {outcome}")), "{text}");
         assert!(text.contains("its error: why") && text.matches("made again").count() == again, "{text}");
     }
+}
+
+/// Prompt 0 of the environment is a sum. Lane `rewards` has the package that it asks with.
+#[test]
+fn an_environment_is_tried_with_its_own_prompt_and_reward() {
+    let Some(python) = std::env::var_os("DRIFTLESS_TOOLS_PYTHON") else {
+        eprintln!("skipped: DRIFTLESS_TOOLS_PYTHON is not set; `cargo xtask test rewards` sets it");
+        return;
+    };
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let template = include_str!("../../agent/tests/templates/qwen3.jinja");
+    std::fs::write(model.join("chat_template.jinja"), template).expect("a file");
+    std::fs::write(dir.path().join("notes.md"), "The tide comes in at noon.\n").expect("a file");
+    let fake = Fake::start(&model);
+    let sum = "467798 * 366219 - 953217";
+    let call = format!(
+        "<tool_call>\n{{\"name\": \"calculate\", \"arguments\": {{\"expression\": \"{sum}\"}}}}\n</tool_call>"
+    );
+    let turns = [call.as_str(), "<answer>171315562545</answer>"];
+    fake.engine().turns = turns.map(|turn| turn.chars().map(id).chain([END]).collect()).into();
+    let mut command = driftless();
+    command.args(["try", "--environment", "tools:.", "--rollout-max-response-len", "256"]);
+    command.arg("--rollout-external-engine-addrs").arg(fake.address.to_string());
+    with_package(command.arg("--hf-checkpoint").arg(&model), dir.path(), Path::new(&python));
+    let text = run(&mut command);
+    assert!(
+        text.contains("prompt 0, answer 0: reward 1; ") && text.contains(&format!("What is {sum}?")),
+        "{text}"
+    );
+    assert!(text.contains("  | 171315562545\n"), "what the tool says is not trained on: {text}");
+    assert!(text.contains("  < <answer>171315562545</answer>"), "{text}");
 }

@@ -27,6 +27,8 @@ pub struct Engine {
     pub broken: Option<PathBuf>,
     /// The token that a generation has: each of these in turn, whatever is asked.
     pub tokens: Vec<i32>,
+    /// Whole generations in place of these: each in turn, up to the token that stops it.
+    pub turns: Vec<Vec<i32>>,
     /// Whether a generation has as many tokens as it is allowed, each the last digit of its place in prompt and answer.
     pub is_long: bool,
     /// After how many tokens such a generation stands still. A change shows behind the next call.
@@ -65,6 +67,7 @@ impl Engine {
             lies: Vec::new(),
             broken: None,
             tokens: vec![7],
+            turns: Vec::new(),
             is_long: false,
             stuck_after: None,
             bad_at: None,
@@ -177,6 +180,10 @@ impl Scripted {
     fn answer(&self, job: &Job) -> Vec<i64> {
         let (prompt, most) = (job.request.prompt.len(), job.request.sampling.max_new_tokens);
         let engine = self.engine();
+        if !engine.turns.is_empty() {
+            let turn = &engine.turns[(engine.generated - 1) % engine.turns.len()];
+            return turn.iter().map(|token| (*token).into()).collect();
+        }
         match engine.is_long {
             true => {
                 let token = |place| if Some(place) == engine.bad_at { 1 << 30 } else { place as i64 % 10 };
@@ -192,7 +199,10 @@ impl Scripted {
             let answer = self.answer(&job);
             let stuck_after = self.engine().stuck_after.filter(|length| *length < answer.len());
             match stuck_after {
-                None => self.end(job, &answer, Ended::Length),
+                None => {
+                    let stop = answer.last().filter(|_| !self.engine().turns.is_empty());
+                    self.end(job, &answer, stop.map_or(Ended::Length, |stop| Ended::Stop(*stop)));
+                }
                 Some(length) => {
                     if let Some(progress) = &mut job.progress {
                         progress.tell(&answer[..length], &vec![LOG_PROB; length]);

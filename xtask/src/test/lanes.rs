@@ -165,6 +165,7 @@ pub(super) const LANES: &[Lane] = &[
             "trainer::hooked",
             "observe::tensorboard",
             "agent::gateway",
+            "driftless::cli",
         ]),
         takes: &[],
         after: &[],
@@ -447,7 +448,10 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.some(played.envs([("UV_FIND_LINKS", wheels.as_os_str()), ("UV_NO_INDEX", "1".as_ref())]))?;
     let mut tools = context.program("trainer::hooked")?;
     let python = rewards::tools(&crate::cache_dir()?);
-    context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", python))?;
+    context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", &python))?;
+    let mut tried = context.program("driftless::cli")?;
+    context
+        .some(tried.args(["--nocapture", "environment_is_tried"]).env("DRIFTLESS_TOOLS_PYTHON", python))?;
     let mut openenv = context.program("trainer::hooked")?;
     let python = rewards::openenv(&crate::cache_dir()?);
     context.some(openenv.args(["--nocapture", "openenv::"]).env("DRIFTLESS_OPENENV_PYTHON", python))
