@@ -507,7 +507,7 @@ fn environment_has_prompts_answers_and_rewards_of_its_own() {
         (&["verifiers:a", "--prompt-data", "a.jsonl"], "--prompt-data"),
         (&["verifiers:a", "--eval-prompt-data", "test", "a.jsonl"], "--eval-prompt-data"),
         (&["verifiers:a", "--task", "arithmetic"], "--task"),
-        (&["gym:a"], "expected KIND:NAME, where KIND is one of tools, verifiers"),
+        (&["gym:a"], "expected KIND:NAME, where KIND is one of openenv, tools, verifiers"),
         (&["verifiers:a", "--environment-args", "[]"], "expected an object of JSON"),
     ] {
         let found = refused(driftless().args(["train", "--environment"]).args(flags));

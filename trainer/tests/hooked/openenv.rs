@@ -197,6 +197,10 @@ async fn calls_are_actions_until_the_episode_ends() {
         let task = task(dir.path(), &python, &format!("openenv:small:{app}"), settings).await;
         for (text, reward) in played_of(dir.path(), task, says).await {
             assert!(reward == sum && text.contains("Error: ") && text.contains(told), "{reward}: {text}");
+            assert!(
+                text.ends_with("</tool_call>\n") || text.ends_with("</tool_call>"),
+                "no call behind the end: {text}"
+            );
         }
     }
 }

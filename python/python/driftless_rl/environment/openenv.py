@@ -28,7 +28,10 @@ try:
     from openenv.core.generic_client import GenericEnvClient
     from pydantic import BaseModel, ConfigDict, Field
     from websockets.exceptions import ConnectionClosed
-except ImportError as error:
+
+    # What `_Session` takes the place of, which earlier releases have not.
+    _REPLACED = (GenericEnvClient._connect_async, GenericEnvClient._disconnect_async)
+except (ImportError, AttributeError) as error:
     raise ImportError(f"expected openenv 0.10: pip install 'openenv>=0.10,<0.11' ({error})") from error
 
 # Seconds until a server that is started has told its schema, and until one has let a session go.
