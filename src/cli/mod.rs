@@ -16,6 +16,7 @@ mod eval;
 mod fleet;
 mod follow;
 mod gateway;
+mod gateway_key;
 mod gc;
 mod init;
 mod inspect;
@@ -128,6 +129,7 @@ commands! {
     Follow: follow,
     Fleet: fleet,
     Gateway: gateway,
+    GatewayKey: gateway_key,
     Coordinate: coordinate,
     Dashboard: dashboard,
     Data: data,

@@ -1,6 +1,6 @@
 //! Agents talk to an engine through the gateway, which is killed.
 
-use crate::common::{Process, code, driftless, run};
+use crate::common::{Process, code, driftless, json, run};
 use driftless_testkit::http::exchange;
 use driftless_testkit::sglang::{Fake, write};
 use serde_json::{Value, json};
@@ -147,6 +147,28 @@ fn a_gateway_for_others_wants_a_token() {
     assert!(words.contains("--token-file"), "{words}");
 }
 
+/// A key of task-2 opens that one, with its name in the path and without, and refuses others in each vendor's shape.
+fn check_key(served: &Served, token: &Path) {
+    let made = json(driftless().args(["gateway-key", "task-2", "--token-file"]).arg(token));
+    let key = format!("authorization: Bearer {}\r\n", made["key"].as_str().expect("a key"));
+    let messages = json!([{"role": "user", "content": "hi"}]);
+    for request in ["POST /s/task-2/v1/chat/completions", "POST /v1/messages"] {
+        let (status, body) = post(served, request, &key, &messages);
+        assert_eq!(status, 200, "{body}");
+    }
+    for protocol in ["chat/completions", "messages"] {
+        let (status, body) = post(served, &format!("POST /s/task-1/v1/{protocol}"), &key, &messages);
+        let told: Value = serde_json::from_str(&body).expect("JSON");
+        let words = told["error"]["message"].as_str().unwrap_or_default();
+        assert!(status == 401 && words.contains("another's or has expired"), "{status}: {body}");
+        assert_eq!(told["type"] == "error", protocol == "messages", "{body}");
+    }
+    let mut odd = driftless();
+    assert_eq!(code(odd.args(["gateway-key", "a b", "--token-file"]).arg(token)).0, Some(2));
+    let (status, words) = code(driftless().args(["gateway-key", "a"]).env_remove("DRIFTLESS_TOKEN"));
+    assert!(status == Some(2) && words.contains("--token-file"), "{words}");
+}
+
 #[test]
 fn a_token_opens_sessions_of_any_name() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -166,11 +188,12 @@ fn a_token_opens_sessions_of_any_name() {
         assert_eq!(status, 200, "{body}");
     }
     assert_eq!(post(&served, "POST /s/a%20b/v1/messages", key, &messages).0, 401, "no name");
+    check_key(&served, &file);
     drop(served);
     let mut sessions: Vec<_> =
         exported(dir.path(), &model).iter().map(|sample| sample["session"].clone()).collect();
     sessions.sort_by_key(ToString::to_string);
-    assert_eq!(sessions, ["default", "task-1"]);
+    assert_eq!(sessions, ["default", "task-1", "task-2"]);
     let journal = std::fs::read(dir.path().join("save/sessions.journal")).expect("a file");
     assert!(!journal.windows(6).any(|bytes| bytes == b"secret"), "the token is in no file");
 }

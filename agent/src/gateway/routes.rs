@@ -109,7 +109,7 @@ async fn enter(
         return told(protocol.refused(&Refusal::Unknown(words.into())));
     };
     if !shared.converse.opens(&session, key.as_deref()) {
-        let words = "there is no such session, or the key is another's".into();
+        let words = "there is no such session, or the key is another's or has expired".into();
         return told(protocol.refused(&Refusal::Unknown(words)));
     }
     if length(request.headers()).is_some_and(|bytes| bytes > options.body_bytes_max as u64) {

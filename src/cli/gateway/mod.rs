@@ -1,6 +1,7 @@
 //! `driftless gateway`: agents talk to the policy, by OpenAI's and Anthropic's protocols.
 
 mod engines;
+mod key;
 mod open;
 
 use crate::cli::shared::error::{Error, Result};
@@ -15,7 +16,9 @@ use driftless::agent::sessions::{Draw, Opening, Sessions, Settings};
 use driftless::http::{check_exposure, runtime};
 use driftless::store::wait::Stop;
 use engines::{Engines, Nobody};
+pub(crate) use key::{KeyMaker, now};
 use open::Open;
+pub(crate) use open::is_name;
 use serde_json::{Value, json};
 use std::io::Write as _;
 use std::net::SocketAddr;
@@ -44,6 +47,9 @@ Examples:
   For other hosts, whose clients bring the token as their API key; a proxy before it has TLS:
     driftless gateway --hf-checkpoint models/Qwen3-0.6B --save runs/agents --rollout-external-engine-addrs 10.0.0.1:30000 \\
         --listen 0.0.0.0:7440 --token-file token
+
+  A key of one session, for ten minutes, in place of the token:
+    driftless gateway-key task-1 --token-file token --ttl 600
 
   What can be trained of all sessions, a sample a line:
     driftless gateway --hf-checkpoint models/Qwen3-0.6B --save runs/agents --export samples.jsonl";
@@ -109,7 +115,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let family = Family::open(&args.hf_checkpoint)?;
     let sessions = sessions(&args, family, args.engines()?)?;
     let options = GatewayOptions::new(token.is_none());
-    let gateway = Gateway::start(args.listen, options, Arc::new(Open::new(sessions, token)))?;
+    let gateway = Gateway::start(args.listen, options, Arc::new(Open::new(sessions, token, now)))?;
     let url = format!("http://{}", gateway.addr());
     output.print(&json!({ "url": url }), |_| format!("gateway on {url}, sessions at {url}/s/NAME/v1"))?;
     let stop = Stop::new();
