@@ -108,6 +108,9 @@ async def session(socket: WebSocket):
             case "close", _: return await socket.close()
 "#;
 
+/// What a policy writes of all that it read.
+type Says = fn(&str) -> String;
+
 /// A server of the test's own, which ends with this.
 struct Server(Child);
 
@@ -185,24 +188,31 @@ fn walks(text: &str) -> String {
     call("step", &json!({"by": if text.contains("<tool_response>") { json!(1) } else { json!("far") }}))
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn calls_are_actions_until_the_episode_ends() {
+/// Plays an app of the sums until it ends, whose reward is this and which tells this.
+async fn called(app: &str, settings: &str, says: Says, sum: f32, told: &str) {
     let Some(python) = python("DRIFTLESS_OPENENV_PYTHON") else { return };
-    for (app, settings, says, sum, told) in [
-        ("sums", r#"{"prompt": "Add."}"#, adds as fn(&str) -> String, 0.5, "no debts"),
-        ("walk", r#"{"prompt": "Walk."}"#, walks, 0.75, r#"{"at": 1, "goal": 2}"#),
-        ("walk", r#"{"prompt": "Walk.", "reward": "last", "observation": "at"}"#, walks, 0.5, r#"{"at": 1}"#),
-    ] {
-        let dir = place(&[("small.py", SUMS)]);
-        let task = task(dir.path(), &python, &format!("openenv:small:{app}"), settings).await;
-        for (text, reward) in played_of(dir.path(), task, says).await {
-            assert!(reward == sum && text.contains("Error: ") && text.contains(told), "{reward}: {text}");
-            assert!(
-                text.ends_with("</tool_call>\n") || text.ends_with("</tool_call>"),
-                "no call behind the end: {text}"
-            );
-        }
+    let dir = place(&[("small.py", SUMS)]);
+    let task = task(dir.path(), &python, &format!("openenv:small:{app}"), settings).await;
+    for (text, reward) in played_of(dir.path(), task, says).await {
+        assert!(reward == sum && text.contains("Error: ") && text.contains(told), "{reward}: {text}");
+        assert!(text.trim_end().ends_with("</tool_call>"), "no turn behind the end: {text}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tools_of_a_server_are_called_until_the_episode_ends() {
+    called("sums", r#"{"prompt": "Add."}"#, adds, 0.5, "no debts").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn action_of_another_form_is_a_call_with_its_schema() {
+    called("walk", r#"{"prompt": "Walk."}"#, walks, 0.75, r#"{"at": 1, "goal": 2}"#).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn last_reward_and_one_field_are_chosen_by_settings() {
+    let settings = r#"{"prompt": "Walk.", "reward": "last", "observation": "at"}"#;
+    called("walk", settings, walks, 0.5, r#"{"at": 1}"#).await;
 }
 
 /// A task whose answers are made with the liar.
@@ -211,7 +221,7 @@ async fn lied_to(dir: &Path, python: &str, settings: &str) -> Task {
 }
 
 /// What becomes of an answer of a policy that writes this.
-async fn answered(dir: &Path, task: &Task, says: fn(&str) -> String) -> Result<(), Error> {
+async fn answered(dir: &Path, task: &Task, says: Says) -> Result<(), Error> {
     let engines = Plays { tokenizer: Tokenizer::open(dir).unwrap(), says };
     let prompt = task.source.prompt(0).await.unwrap();
     task.generate(&prompt, &Turn { engines: &engines, ..turn(0) }).await.map(drop)
@@ -223,7 +233,7 @@ async fn server_that_dies_or_lies_is_a_failure_of_its_kind() {
     let dir = place(&[("liar.py", LIAR)]);
     let able = lied_to(dir.path(), &python, "{}").await;
     let hasty = lied_to(dir.path(), &python, r#"{"deadline": 0.5}"#).await;
-    let lies: [(fn(&str) -> String, _, _, _); 10] = [
+    let lies: [(Says, _, _, _); 10] = [
         (|_| "garble".into(), &able, "environment", "Expecting value"),
         (|_| "list".into(), &able, "environment", "liar:app"),
         (|_| "odd".into(), &able, "environment", "expected an observation, a reward"),
