@@ -34,6 +34,7 @@ mod replay;
 mod serve;
 mod shared;
 mod status;
+mod top;
 mod trace;
 mod train;
 #[cfg(feature = "torch")]
@@ -135,6 +136,7 @@ commands! {
     Data: data,
     Delta: delta,
     Status: status,
+    Top: top,
     Doctor: doctor,
     Init: init,
     Inspect: inspect,

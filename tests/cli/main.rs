@@ -24,6 +24,7 @@ mod shown;
 mod signed;
 mod status;
 mod surface;
+mod top;
 mod trace;
 mod tried;
 mod verify;

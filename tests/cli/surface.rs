@@ -134,6 +134,7 @@ fn sound(run: &mut Run) -> Vec<Sound> {
         Sound::new(&["inspect"], &[&"--store", &store], &[]),
         Sound::new(&["doctor"], &[&"--store", &store, &"--checkpoint-dir", &host], &[]),
         Sound::new(&["status"], &[&"--store", &store, &"--run", &"test"], &[]),
+        Sound::new(&["top"], &[], &[&steps]),
         Sound::new(&["gc"], &[&"--store", &store, &"--run", &"test", &"--dry-run"], &[]),
         Sound::new(&["delta", "encode"], &[&"--output", &out], &[&checkpoint, &checkpoint]),
         Sound::new(&["delta", "apply"], &[&"--output", &out], &[&checkpoint, &delta]),

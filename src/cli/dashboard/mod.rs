@@ -2,7 +2,7 @@
 
 mod export;
 mod lines;
-mod read;
+pub(super) mod read;
 mod samples;
 mod serve;
 mod store;
@@ -196,7 +196,7 @@ impl Watched {
 }
 
 /// The last part of a directory's path, wherever it was named from.
-fn name(dir: &Path) -> String {
+pub(super) fn name(dir: &Path) -> String {
     let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
     whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
 }

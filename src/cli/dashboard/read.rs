@@ -6,6 +6,7 @@ use crate::cli::shared::alerts::remedy;
 use crate::cli::shared::error::{Error, Result};
 use driftless::store::redact;
 use driftless::trainer::events::{EARLIER, EVENTS};
+use driftless::trainer::goodput::Goodput;
 use driftless::trainer::ledger;
 use driftless::trainer::metrics::METRICS;
 use serde::ser::SerializeSeq as _;
@@ -35,28 +36,34 @@ const NAME_BYTES_MAX: usize = 200;
 const SETTINGS_BYTES_MAX: u64 = 1 << 20;
 
 /// The files of a run.
-pub(super) struct Files {
-    pub(super) dir: PathBuf,
+pub(in crate::cli) struct Files {
+    pub(in crate::cli) dir: PathBuf,
     pub(super) metrics: Lines,
     /// First of those before, then of those since.
     pub(super) events: Lines,
     ledger: Lines,
     pub(super) index: Index,
-    pub(super) table: Table,
-    pub(super) facts: Facts,
+    pub(in crate::cli) table: Table,
+    pub(in crate::cli) facts: Facts,
     pub(super) taken: Taken,
 }
 
 /// Lines that were not understood, by file.
 #[derive(Serialize)]
-pub(super) struct Damaged {
+pub(in crate::cli) struct Damaged {
     metrics: u64,
     events: u64,
     ledger: u64,
 }
 
+impl Damaged {
+    pub(in crate::cli) fn all(&self) -> u64 {
+        self.metrics + self.events + self.ledger
+    }
+}
+
 impl Files {
-    pub(super) fn new(dir: &Path) -> Result<Self> {
+    pub(in crate::cli) fn new(dir: &Path) -> Result<Self> {
         let lines = |name: &str| Lines::new(dir.join(name));
         let mut files = Files {
             dir: dir.to_owned(),
@@ -75,7 +82,7 @@ impl Files {
     }
 
     /// Reads what has been added.
-    pub(super) fn look(&mut self) -> Result<()> {
+    pub(in crate::cli) fn look(&mut self) -> Result<()> {
         let (index, table) = (&mut self.index, &mut self.table);
         let (facts, taken) = (&mut self.facts, &mut self.taken);
         self.metrics.look(&mut |came| {
@@ -89,7 +96,7 @@ impl Files {
         self.ledger.look(&mut |came| taken.take(came))
     }
 
-    pub(super) fn damaged(&self) -> Damaged {
+    pub(in crate::cli) fn damaged(&self) -> Damaged {
         let (metrics, events) = (self.metrics.damaged, self.events.damaged);
         Damaged { metrics, events, ledger: self.ledger.damaged }
     }
@@ -127,7 +134,7 @@ fn shown(flag: &str, value: &toml::Value) -> String {
 
 /// Figures of steps, by name: a row for each step, and nothing that is no number.
 #[derive(Default)]
-pub(super) struct Table {
+pub(in crate::cli) struct Table {
     /// Grows whenever rows that were there are there no more.
     epoch: u64,
     /// Only steps whose number is a multiple of it are held.
@@ -237,8 +244,45 @@ impl Table {
     }
 
     /// The last figure of this name.
-    pub(super) fn last(&self, name: &str) -> Option<f64> {
-        self.columns.get(name)?.last().copied()
+    pub(in crate::cli) fn last(&self, name: &str) -> Option<f64> {
+        self.column(name).last().copied()
+    }
+
+    /// The figures of this name, of the steps that are held; not a number where a step has none.
+    pub(in crate::cli) fn column(&self, name: &str) -> &[f64] {
+        self.columns.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    pub(in crate::cli) fn last_step(&self) -> Option<u64> {
+        self.steps.last().copied()
+    }
+
+    /// What engines' places had done behind the last row, and so many rows before it, where the same process counted.
+    pub(in crate::cli) fn goodput(&self, rows: usize) -> Option<(Option<Goodput>, Goodput)> {
+        let last = self.steps.len().checked_sub(1)?;
+        let now = self.goodput_of(last)?;
+        let before = last.checked_sub(rows).and_then(|row| self.goodput_of(row));
+        Some((before.filter(|before| before.began_at_ms == now.began_at_ms), now))
+    }
+
+    /// A row's, out of its figures.
+    fn goodput_of(&self, row: usize) -> Option<Goodput> {
+        let mut fields = serde_json::Map::new();
+        for (name, column) in &self.columns {
+            let Some(field) = name.strip_prefix("goodput.") else { continue };
+            let Some(value) = column.get(row).copied().filter(|value| value.is_finite()) else { continue };
+            match field.split_once('.') {
+                None if field == "began_at_ms" => fields.insert(field.to_owned(), (value as u64).into()),
+                None => fields.insert(field.to_owned(), value.into()),
+                Some(("tokens", _)) => None,
+                Some((part, why)) => {
+                    let part = fields.entry(part).or_insert_with(|| Value::Object(serde_json::Map::new()));
+                    part.as_object_mut().and_then(|part| part.insert(why.to_owned(), value.into()))
+                }
+            };
+        }
+        fields.get("began_at_ms")?;
+        serde_json::from_value(Value::Object(fields)).ok()
     }
 
     /// The rows from `from` on, as JSON, or all where that counts rows of another epoch.
@@ -252,13 +296,13 @@ impl Table {
 
 /// What happened, as far as it is held.
 #[derive(Default, Serialize)]
-pub(super) struct Facts {
+pub(in crate::cli) struct Facts {
     /// The newest, as the file has them.
     facts: VecDeque<Box<RawValue>>,
     /// Older ones.
     dropped: u64,
-    engines: BTreeMap<String, Engine>,
-    versions: BTreeMap<u64, Version>,
+    pub(in crate::cli) engines: BTreeMap<String, Engine>,
+    pub(in crate::cli) versions: BTreeMap<u64, Version>,
     /// Of the whole run, as its last start said.
     of: Option<u64>,
     /// Those that have begun since then and last.
@@ -266,29 +310,29 @@ pub(super) struct Facts {
 }
 
 /// Something that spoils the run, and what to do.
-#[derive(Clone, Serialize)]
-pub(super) struct Alert {
+#[derive(Clone, Debug, Serialize)]
+pub(in crate::cli) struct Alert {
     at_ms: u64,
-    text: String,
-    remedy: &'static str,
+    pub(in crate::cli) text: String,
+    pub(in crate::cli) remedy: &'static str,
 }
 
 /// An engine of the fleet.
 #[derive(Default, Serialize)]
-struct Engine {
-    gets: String,
-    why: String,
+pub(in crate::cli) struct Engine {
+    pub(in crate::cli) gets: String,
+    pub(in crate::cli) why: String,
     /// When it came to which phase.
-    phases: VecDeque<(u64, String)>,
+    pub(in crate::cli) phases: VecDeque<(u64, String)>,
     lost: u64,
 }
 
 #[derive(Default, Serialize)]
-struct Version {
+pub(in crate::cli) struct Version {
     step: Option<u64>,
     published_at_ms: Option<u64>,
     served_at_ms: Option<u64>,
-    behind: u64,
+    pub(in crate::cli) behind: u64,
 }
 
 /// What is looked at of a fact.
@@ -378,7 +422,7 @@ impl Facts {
     }
 
     /// What spoils the run now, the engines that are lost with it.
-    pub(super) fn alerts(&self) -> Vec<Alert> {
+    pub(in crate::cli) fn alerts(&self) -> Vec<Alert> {
         let lost = |(url, engine): (&String, &Engine)| {
             let (at_ms, phase) = engine.phases.back()?;
             (phase == "lost").then(|| Alert {
@@ -390,8 +434,15 @@ impl Facts {
         self.alerts.values().cloned().chain(self.engines.iter().filter_map(lost)).collect()
     }
 
-    pub(super) fn of(&self) -> Option<u64> {
+    pub(in crate::cli) fn of(&self) -> Option<u64> {
         self.of
+    }
+}
+
+impl Version {
+    /// Time from its publication until engines served it, in milliseconds.
+    pub(in crate::cli) fn served_after_ms(&self) -> Option<u64> {
+        Some(self.served_at_ms?.saturating_sub(self.published_at_ms?))
     }
 }
 

@@ -2,6 +2,8 @@
 
 mod show;
 
+pub(super) use show::duration;
+
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::run::{kind, model, stored_bytes};

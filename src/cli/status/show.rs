@@ -164,7 +164,7 @@ fn milliseconds(time: f64) -> String {
 }
 
 /// A time in seconds, in the largest unit of which there are two.
-fn duration(seconds: f64) -> String {
+pub(crate) fn duration(seconds: f64) -> String {
     let units = [(86_400.0, "d"), (3600.0, "h"), (60.0, "min")];
     let (unit, name) = units.into_iter().find(|(unit, _)| seconds >= 2.0 * unit).unwrap_or((1.0, "s"));
     format!("{:.0} {name}", (seconds / unit).floor())
