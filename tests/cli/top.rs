@@ -18,7 +18,8 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// Writes the files of a run of two steps, one engine of which is lost.
 fn run_of_two_steps(dir: &Path) {
     let step = |number: u64, reward: f64, trained: f64| {
-        let goodput = json!({ "began_at_ms": 1, "places_s": 4, "trained_s": trained, "idle_s": { "no request": 1 } });
+        let goodput =
+            json!({ "began_at_ms": 1, "places_s": 4, "trained_s": trained, "idle_s": { "no request": 1 } });
         json!({ "rollout_id": number, "reward": reward, "staleness_mean": 0, "goodput": goodput })
     };
     let events = [

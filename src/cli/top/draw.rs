@@ -52,7 +52,10 @@ impl Seen {
         }
         let room = columns.saturating_sub(NAME_CHARS + 10).min(TREND_CHARS);
         lines.extend(section("Figures", self.titled().map(|(title, values)| figure(title, values, room))));
-        lines.extend(section("Engines' time", self.goodput.iter().take(PARTS_MAX).map(|part| share(part, room))));
+        lines.extend(section(
+            "Engines' time",
+            self.goodput.iter().take(PARTS_MAX).map(|part| share(part, room)),
+        ));
         let engines = self.engines.iter().map(|engine| engine.line(now));
         lines.extend(section("Fleet", self.version.iter().map(Version::line).chain(engines)));
         lines.iter_mut().for_each(|line| shorten(line, columns));
@@ -91,7 +94,8 @@ impl Version {
             Some(ms) => format!("served after {ms} ms"),
             None => "not served yet".to_owned(),
         };
-        let behind = if self.behind > 0 { format!(", {} engines behind", self.behind) } else { String::new() };
+        let behind =
+            if self.behind > 0 { format!(", {} engines behind", self.behind) } else { String::new() };
         Line::raw(format!("version {}, {served}{behind}", self.number))
     }
 }
@@ -146,7 +150,9 @@ fn number(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),
         1e4..1e8 => format!("{value:.0}"),
-        1e-3..1e4 => format!("{value:.4}").chars().take(7).collect::<String>().trim_end_matches('.').to_owned(),
+        1e-3..1e4 => {
+            format!("{value:.4}").chars().take(7).collect::<String>().trim_end_matches('.').to_owned()
+        }
         _ => format!("{value:.1e}"),
     }
 }

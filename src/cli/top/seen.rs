@@ -1,7 +1,7 @@
 //! What is seen of a run at a moment.
 
-use crate::cli::dashboard::read::{Alert, Files};
 use crate::cli::dashboard::name;
+use crate::cli::dashboard::read::{Alert, Files};
 use driftless::trainer::goodput::Goodput;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -107,12 +107,14 @@ impl Seen {
 /// counted before it, and has none.
 fn shares(window: Option<(Option<Goodput>, Goodput)>) -> Vec<(String, f64)> {
     let Some((before, now)) = window else { return Vec::new() };
-    let before: BTreeMap<String, f64> = before.map(|before| before.parts().into_iter().collect()).unwrap_or_default();
+    let before: BTreeMap<String, f64> =
+        before.map(|before| before.parts().into_iter().collect()).unwrap_or_default();
     let spent = |(part, seconds): (String, f64)| {
         let since = seconds - before.get(&part).copied().unwrap_or_default();
         (part, since.max(0.0))
     };
-    let mut parts: Vec<_> = now.parts().into_iter().map(spent).filter(|(_, seconds)| *seconds > 0.0).collect();
+    let mut parts: Vec<_> =
+        now.parts().into_iter().map(spent).filter(|(_, seconds)| *seconds > 0.0).collect();
     let whole: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
     parts.iter_mut().for_each(|(_, seconds)| *seconds /= whole);
     parts.sort_by(|(_, one), (_, other)| other.total_cmp(one));
