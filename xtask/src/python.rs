@@ -113,12 +113,12 @@ pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
     // Servers that the wheel's plugin patches.
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
     // What has them answer.
-    let (verifiers, wheels) = rewards::verifiers(cache);
+    let (verifiers, made_of) = rewards::verifiers(cache);
     tests
         .env("DRIFTLESS_VERIFIERS_PYTHON", verifiers)
         .env("DRIFTLESS_CLIENTS_PYTHON", rewards::python(cache));
     tests.envs(smollm2::present(cache).map(|model| ("DRIFTLESS_AGENTS_TOKENIZER", model)));
-    tests.env("UV_FIND_LINKS", wheels).env("UV_NO_INDEX", "1");
+    tests.envs(made_of);
     process::run_logged(&mut tests, log)
 }
 

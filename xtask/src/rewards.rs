@@ -104,10 +104,12 @@ pub(crate) fn python(cache: &Path) -> PathBuf {
     cache.join(REWARDS.name).join("bin/python")
 }
 
-/// The interpreter that has verifiers, and the wheels of what that starts.
-pub(crate) fn verifiers(cache: &Path) -> (PathBuf, PathBuf) {
+/// The interpreter that has verifiers, and the variables that have uv make what that starts of the wheels beside it. It has no
+/// variable for no index: the directory is its only one.
+pub(crate) fn verifiers(cache: &Path) -> (PathBuf, [(&'static str, String); 2]) {
     let home = cache.join(VERIFIERS.name);
-    (home.join("bin/python"), home.join(WHEELS))
+    let wheels = home.join(WHEELS).display().to_string();
+    (home.join("bin/python"), [("UV_DEFAULT_INDEX", format!("file://{wheels}")), ("UV_FIND_LINKS", wheels)])
 }
 
 /// The interpreter that has what tools need.

@@ -441,11 +441,11 @@ fn with_rewards(context: &Context) -> Result<()> {
     let mut families = context.program("agent::sessions")?;
     families.args(["--nocapture", "oracle::"]).env("DRIFTLESS_FAMILIES_PYTHON", python);
     context.some(families.env("DRIFTLESS_FAMILIES_TEMPLATES", templates))?;
-    let (python, wheels) = rewards::verifiers(&crate::cache_dir()?);
+    let (python, made_of) = rewards::verifiers(&crate::cache_dir()?);
     let mut played = context.program("trainer::hooked")?;
     played.args(["--nocapture", "environment::"]).env("DRIFTLESS_VERIFIERS_PYTHON", python);
     // Programs of its agents are made of what was installed.
-    context.some(played.envs([("UV_FIND_LINKS", wheels.as_os_str()), ("UV_NO_INDEX", "1".as_ref())]))?;
+    context.some(played.envs(made_of))?;
     let mut tools = context.program("trainer::hooked")?;
     let python = rewards::tools(&crate::cache_dir()?);
     context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", &python))?;
