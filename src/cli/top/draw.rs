@@ -52,10 +52,8 @@ impl Seen {
         }
         let room = columns.saturating_sub(NAME_CHARS + 10).min(TREND_CHARS);
         lines.extend(section("Figures", self.titled().map(|(title, values)| figure(title, values, room))));
-        lines.extend(section(
-            "Engines' time",
-            self.goodput.iter().take(PARTS_MAX).map(|part| share(part, room)),
-        ));
+        let parts = self.goodput.iter().take(PARTS_MAX).map(|(part, of)| share(part, *of, room));
+        lines.extend(section("Engines' time", parts));
         let engines = self.engines.iter().map(|engine| engine.line(now));
         lines.extend(section("Fleet", self.version.iter().map(Version::line).chain(engines)));
         lines.iter_mut().for_each(|line| shorten(line, columns));
@@ -131,8 +129,8 @@ fn trend(values: &[Option<f64>]) -> String {
 }
 
 /// A part of the engines' time as a bar.
-fn share((part, share): &(String, f64), room: usize) -> Line<'static> {
-    let colour = match part.as_str() {
+fn share(part: &str, share: f64, room: usize) -> Line<'static> {
+    let colour = match part {
         "trained" | "evaluated" => GOOD,
         "waiting for a step" | "under way" | "prompts read" => Color::Cyan,
         _ => BAD,
