@@ -9,8 +9,8 @@ const NAME_MAX: usize = 128;
 /// The session of clients that bring the token and no name.
 const DEFAULT: &str = "default";
 
-/// Lets in whoever has the token, or anybody where there is none, to a session of any name, and who has a key of one
-/// session to that one.
+/// Lets clients with the token into a session of any name, and all clients where there is none. A key of one session opens
+/// that one.
 pub(super) struct Open<S> {
     sessions: S,
     token: Option<Token>,

@@ -103,7 +103,7 @@ async def session(socket: WebSocket):
             case "step", "lose":
                 await socket.send_json(seen(done=False))
                 return await socket.close()
-            case "step", "pause": await asyncio.sleep(3600)
+            case "step", "pause": await asyncio.Event().wait()
             case "step", _: await socket.send_json(seen())
             case "close", _: return await socket.close()
 "#;
