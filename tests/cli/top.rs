@@ -80,7 +80,8 @@ struct Drawing {
 
 /// `top` on a terminal of so many columns.
 fn on_terminal(dir: &Path, columns: u16, no_color: &str) -> Drawing {
-    let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a terminal");
+    let terminal =
+        openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a terminal");
     grantpt(&terminal).and_then(|()| unlockpt(&terminal)).expect("a terminal");
     let size = Winsize { ws_row: 30, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     tcsetwinsize(&terminal, size).expect("a size");
@@ -141,4 +142,16 @@ fn terminal_is_drawn_on_and_given_back_as_it_was() {
         assert_eq!(top.child.wait().expect("its end").code(), Some(0));
         run_of_two_steps(dir.path());
     }
+}
+
+#[test]
+fn top_ends_with_its_terminal() {
+    let dir = tempfile::tempdir().expect("a directory");
+    run_of_two_steps(dir.path());
+    let mut top = on_terminal(dir.path(), 80, "1");
+    top.until("http://b");
+    drop((top.keys, top.drawn));
+    // The thread that reads has the last handle, and ends with the next frame.
+    write(dir.path(), "metrics.jsonl", &[json!({ "rollout_id": 6, "reward": 0.125 })]);
+    assert_eq!(top.child.wait().expect("its end").code(), Some(0));
 }
