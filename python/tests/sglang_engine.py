@@ -22,10 +22,16 @@ class Sglang(Server):
     """SGLang with a checkpoint, and what it says."""
 
     def __init__(
-        self, root: Path, checkpoint: Path, ranks: int = 1, forks: Forks | None = None, further: Sequence[str] = ()
+        self,
+        root: Path,
+        checkpoint: Path,
+        ranks: int = 1,
+        forks: Forks | None = None,
+        further: Sequence[str] = (),
+        reads_text: bool = False,
     ) -> None:
         command = ["-m", "sglang.launch_server"] if forks is None else []
-        command += ["--device", "cpu", "--skip-tokenizer-init", "--disable-overlap-schedule"]
+        command += ["--device", "cpu", "--disable-overlap-schedule", *([] if reads_text else ["--skip-tokenizer-init"])]
         options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint), "--tp-size", str(ranks)]
         # It is healthy once it has generated a token for itself: that request fails a load beside it.
         environment = dict(ON_CPU)

@@ -91,9 +91,14 @@ fn work(root: &Path) -> PathBuf {
     root.join("target/lanes/python")
 }
 
+/// Where the wheel alone is.
+fn wheels(root: &Path) -> PathBuf {
+    work(root).join("wheels")
+}
+
 /// Builds the wheel: optimised as users get it, or as the tests are built, which have most of its crates already.
 pub(crate) fn build(root: &Path, cache: &Path, log: &Path, release: bool) -> Result<()> {
-    let wheels = work(root).join("wheels");
+    let wheels = wheels(root);
     // An older one would be ambiguous; that there may be none is fine.
     let _ = fs::remove_dir_all(&wheels);
     let mut build = Command::new(cache.join(HOME).join("bin/maturin"));
@@ -118,7 +123,7 @@ pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
         .env("DRIFTLESS_VERIFIERS_PYTHON", verifiers)
         .env("DRIFTLESS_CLIENTS_PYTHON", rewards::python(cache));
     tests.envs(smollm2::present(cache).map(|model| ("DRIFTLESS_AGENTS_TOKENIZER", model)));
-    tests.envs(made_of);
+    tests.envs(made_of).env("DRIFTLESS_WHEELS", wheels(root));
     process::run_logged(&mut tests, log)
 }
 
@@ -149,7 +154,7 @@ fn venv(root: &Path, name: &str, cache: &Path, others: &[PathBuf], log: &Path) -
     process::run_logged(&mut new_venv(cache, &home), log)?;
     let python = home.join("bin/python");
     let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
-    let wheel = wheel(&work(root).join("wheels"))?;
+    let wheel = wheel(&wheels(root))?;
     process::run_logged(uv(cache).args(install).arg(&python).arg(wheel), log)?;
     let alone = root.join("python/tests/alone.py");
     process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
