@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A dashboard that runs, of these runs.
-struct Dashboard {
+pub(crate) struct Dashboard {
     process: Process,
-    addr: SocketAddr,
+    pub(crate) addr: SocketAddr,
 }
 
 impl Dashboard {
-    fn of(dir: &Path, runs: &[&Path], token: Option<&Path>) -> Dashboard {
+    pub(crate) fn of(dir: &Path, runs: &[&Path], token: Option<&Path>) -> Dashboard {
         let mut command = driftless();
         command.args(["--json", "--die-with-parent", "dashboard", "--listen", "127.0.0.1:0"]).args(runs);
         command.env_remove("DRIFTLESS_TOKEN");
@@ -44,14 +44,14 @@ impl Dashboard {
         })
     }
 
-    fn get(&self, path: &str) -> Value {
+    pub(crate) fn get(&self, path: &str) -> Value {
         let (status, body) = self.ask(path, &format!("host: {}\r\n", self.addr));
         assert_eq!(status, 200, "{path}: {body}");
         serde_json::from_str(&body).expect("JSON")
     }
 }
 
-fn file(dir: &Path, name: &str, text: &[u8]) -> PathBuf {
+pub(crate) fn file(dir: &Path, name: &str, text: &[u8]) -> PathBuf {
     let path = dir.join(name);
     std::fs::write(&path, text).expect("a file");
     path
@@ -61,7 +61,7 @@ fn append(path: &Path, text: &str) {
     File::options().append(true).open(path).expect("a file").write_all(text.as_bytes()).expect("a disk");
 }
 
-fn step(number: u64, reward: f64) -> String {
+pub(crate) fn step(number: u64, reward: f64) -> String {
     let figures = json!({ "rollout_id": number, "reward": reward, "skipped": false, "publication": { "density": 0.5 },
         "staleness": [1, 2], "goodput": { "began_at_ms": 1, "idle_s": { "no request": 2.5 } } });
     format!("{figures}\n")

@@ -15,6 +15,7 @@ mod gateway;
 mod init;
 mod interrupted;
 mod log;
+mod mcp;
 mod mistakes;
 mod odd_files;
 mod pipes;

@@ -2,6 +2,7 @@
 
 mod export;
 mod lines;
+mod mcp;
 pub(super) mod read;
 mod samples;
 mod serve;
@@ -33,7 +34,9 @@ Examples:
   driftless dashboard runs/first
   driftless dashboard runs/first runs/second          # side by side, with the flags that differ
   driftless dashboard runs/first --listen 0.0.0.0:7430 --token-file token
-  driftless dashboard runs/first --export first.html  # one file that opens anywhere";
+  driftless dashboard runs/first --export first.html  # one file that opens anywhere
+
+Agents ask the same at /mcp, by the Model Context Protocol.";
 
 /// Runs that are shown together.
 const RUNS_MAX: usize = 16;
@@ -156,7 +159,7 @@ impl Board {
         run.files.look()?;
         let Watched { files, samples, shelf, store } = &mut *run;
         match what {
-            "metrics" => files.table.rows(ask.epoch, ask.from),
+            "metrics" => files.table.rows(ask.epoch, ask.from, &ask.prefix),
             "fleet" => files.facts.json(),
             "samples" => samples.list(ask, &files.taken),
             "sample" => samples.one(ask.position),

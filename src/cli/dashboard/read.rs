@@ -285,11 +285,11 @@ impl Table {
         serde_json::from_value(Value::Object(fields)).ok()
     }
 
-    /// The rows from `from` on, as JSON, or all where that counts rows of another epoch.
-    pub(super) fn rows(&self, epoch: u64, from: usize) -> Result<String> {
+    /// The rows from `from` on, as JSON, or all where that counts rows of another epoch; of figures whose names begin so.
+    pub(super) fn rows(&self, epoch: u64, from: usize, prefix: &str) -> Result<String> {
         let from = if epoch == self.epoch { from.min(self.steps.len()) } else { 0 };
-        let columns =
-            self.columns.iter().map(|(name, column)| (name.as_str(), Figures(&column[from..]))).collect();
+        let wanted = self.columns.iter().filter(|(name, _)| name.starts_with(prefix));
+        let columns = wanted.map(|(name, column)| (name.as_str(), Figures(&column[from..]))).collect();
         json(&Rows { epoch: self.epoch, from, rows: self.steps.len(), stride: self.stride, columns })
     }
 }

@@ -32,6 +32,8 @@ pub(super) struct Ask {
     pub(super) run: usize,
     pub(super) epoch: u64,
     pub(super) from: usize,
+    /// What the names of figures begin with.
+    pub(super) prefix: String,
     pub(super) step: Option<u64>,
     /// Steps of a window that ends with `step`.
     pub(super) steps: Option<u64>,

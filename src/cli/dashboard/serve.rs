@@ -1,24 +1,28 @@
-//! The page over HTTP, and what it asks for as JSON: read-only, for this host or for those who have the token.
+//! The page over HTTP, and what it asks for as JSON and by MCP: read-only, for this host or for those who have the token.
 
 use super::samples::Ask;
-use super::{Board, PAGE};
+use super::{Board, PAGE, mcp};
 use crate::cli::shared::error::{Error, Result};
+use axum::body::Bytes;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Path, Query, Request, State};
+use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use axum::routing::get;
-use axum::{Router, middleware};
+use axum::routing::{get, post};
+use axum::{Json, Router, middleware};
 use driftless::http::listen::{Limits, serve_http};
 use driftless::http::{Server, Threads, Token, check_exposure, is_ours, refuse};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use tokio::runtime::Handle;
-use tokio::task::spawn_blocking;
+use tokio::task::{JoinError, spawn_blocking};
 
 /// Its threads: files are read on those that may wait.
 const THREADS: Threads = Threads { io: 1, blocking: 4 };
+
+/// Longest message of MCP.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
 
 /// What every answer carries: nothing of it runs or is shown within another page, and it loads nothing from elsewhere.
 const HEADERS: [(&str, &str); 4] = [
@@ -44,6 +48,7 @@ pub(super) fn serve(board: Board, addr: SocketAddr, token: Option<String>) -> Re
     }
     let api = Router::new()
         .route("/api/{what}", get(answer))
+        .route("/mcp", post(message).layer(DefaultBodyLimit::max(MESSAGE_BYTES_MAX)))
         .with_state(Arc::new(board))
         .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)));
     let router =
@@ -67,11 +72,21 @@ async fn answer(
         Ok(Ok(text)) => ([(header::CONTENT_TYPE, "application/json")], text).into_response(),
         Ok(Err(error @ Error::Usage { .. })) => refuse(StatusCode::NOT_FOUND, "not_found", error.to_string()),
         Ok(Err(error)) => refuse(StatusCode::INTERNAL_SERVER_ERROR, "unreadable", super::told(&error)),
-        Err(error) => {
-            tracing::error!(%error, "an answer was not made");
-            refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", "no answer was made; see standard error")
-        }
+        Err(error) => unmade(&error),
     }
+}
+
+async fn message(State(board): State<Arc<Board>>, body: Bytes) -> Response {
+    match spawn_blocking(move || mcp::answer(&board, &body)).await {
+        Ok(Some(answer)) => Json(answer).into_response(),
+        Ok(None) => StatusCode::ACCEPTED.into_response(),
+        Err(error) => unmade(&error),
+    }
+}
+
+fn unmade(error: &JoinError) -> Response {
+    tracing::error!(%error, "an answer was not made");
+    refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", "no answer was made; see standard error")
 }
 
 /// Refuses what a page from elsewhere may have a browser ask: it would come under another name, or say where from.

@@ -450,8 +450,8 @@ fn with_rewards(context: &Context) -> Result<()> {
     let python = rewards::tools(&crate::cache_dir()?);
     context.some(tools.args(["--nocapture", "tools::"]).env("DRIFTLESS_TOOLS_PYTHON", &python))?;
     let mut tried = context.program("driftless::cli")?;
-    context
-        .some(tried.args(["--nocapture", "environment_is_tried"]).env("DRIFTLESS_TOOLS_PYTHON", python))?;
+    tried.args(["--nocapture", "environment_is_tried", "package_mcp"]);
+    context.some(tried.env("DRIFTLESS_TOOLS_PYTHON", python))?;
     let mut openenv = context.program("trainer::hooked")?;
     let python = rewards::openenv(&crate::cache_dir()?);
     context.some(openenv.args(["--nocapture", "openenv::"]).env("DRIFTLESS_OPENENV_PYTHON", python))
