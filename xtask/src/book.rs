@@ -1,4 +1,5 @@
-//! The documentation as a book: the pages of `docs/` and one for each command, built by mdBook, with its links checked.
+//! The documentation as a book: the pages of `docs/`, one for each command and one of errors, built by mdBook, with its links
+//! checked.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -6,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::error::{Error, Result, expect_none};
-use crate::{install, manual, pages, process};
+use crate::{errors, install, manual, pages, process};
 
 /// The directory in the cache: another one for another release.
 const HOME: &str = "mdbook-0.5.4";
@@ -15,6 +16,8 @@ const PROGRAM: &str = "bin/mdbook";
 /// Where a file of the repository is that the book does not have.
 const REPOSITORY: &str = "https://github.com/driftless-rl/driftless/blob/main";
 const SUMMARY: &str = "SUMMARY.md";
+/// The page of errors.
+const ERRORS: &str = "errors.md";
 /// Pages that mdBook makes of others: their links are those of the others.
 const MADE: [&str; 3] = ["404.html", "print.html", "toc.html"];
 
@@ -45,8 +48,9 @@ pub(crate) fn build(root: &Path, cache: &Path, program: &Path, log: &Path) -> Re
     let mut pages = read(&root.join("docs"), Path::new("docs"), &book)?;
     let summary = pages.get(SUMMARY).cloned().unwrap_or_default();
     let commands = commands(program, &book.join("man"), log)?;
-    pages.insert(SUMMARY.to_owned(), summary + &contents(&commands));
+    pages.insert(SUMMARY.to_owned(), format!("{summary}{}- [Errors]({ERRORS})\n", contents(&commands)));
     pages.extend(commands);
+    pages.insert(ERRORS.to_owned(), errors::page(root)?);
     let listed = listed(&pages[SUMMARY]);
     let left_out: Vec<_> =
         pages.keys().filter(|path| *path != SUMMARY && !listed.contains_key(*path)).cloned().collect();

@@ -4,6 +4,7 @@ mod book;
 mod browser;
 mod demo;
 mod error;
+mod errors;
 mod floors;
 mod foreign;
 mod install;

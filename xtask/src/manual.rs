@@ -36,7 +36,7 @@ pub(crate) fn first_sentence(page: &str) -> String {
 }
 
 /// A text whose links are their words alone.
-fn unlinked(text: &str) -> String {
+pub(crate) fn unlinked(text: &str) -> String {
     let mut parts = text.split("](");
     let mut words = parts.next().unwrap_or_default().to_owned();
     for part in parts {

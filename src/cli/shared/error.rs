@@ -26,22 +26,30 @@ pub(crate) enum Error {
     #[cfg(feature = "torch")]
     #[error(transparent)]
     Torch(driftless::torch::Error),
+    /// A file or a directory cannot be read or written. The cause stands below it.
     #[error("{}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
+    /// A file or an answer is damaged, or is of another program. The cause names the place in it.
     #[error("{what} is not valid JSON")]
     Json { what: String, source: serde_json::Error },
+    /// A flag, or what a file says, is not what it has to be. Nothing was done; `--help` says what a flag takes.
     #[error("{what}: expected {expected}, found {found}")]
     Usage { what: String, expected: String, found: String },
+    /// Standard output is full or closed. What the command did is done, and stays.
     #[error("results cannot be written to standard output")]
     Output(#[source] std::io::Error),
+    /// A signal ended the command. Give the same command again.
     #[error("{what} was interrupted by {}; the same command goes on from what is stored", signal_name(*signal))]
     Interrupted { what: Cow<'static, str>, signal: i32 },
+    /// What a check looked at is damaged. The lines before name each part.
     #[error("{what}: {damaged} damaged, see above")]
     Damaged { what: String, damaged: u64 },
+    /// Engines do not generate: the command ended between their pause and their going on.
     #[error(
         "paused, or inside an activation: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
     )]
     LeftPaused { engines: String, source: Option<Box<Error>> },
+    /// `doctor` found what keeps a run from working. Each problem has what to do beside it.
     #[error("{problems} problem{} found, see above", if *problems == 1 { "" } else { "s" })]
     Unfit { problems: usize },
 }
