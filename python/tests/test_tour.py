@@ -67,9 +67,8 @@ def test_tour_patches_an_engine_from_an_empty_environment(forks, tmp_path, capsy
     # Nothing but what the commands bring, and nothing of an index.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     environment |= {"PIP_NO_INDEX": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "DRIFTLESS_PLUGIN_DIR": str(server.plugins)}
-    begun = time.monotonic()
     try:
-        command = ["bash", "-c", script(told, server.url)]
+        command, begun = ["bash", "-c", script(told, server.url)], time.monotonic()
         done = subprocess.run(command, cwd=clone(tmp_path / "clone"), env=environment, capture_output=True, text=True, timeout=540)
         seconds = time.monotonic() - begun
         assert done.returncode == 0, done.stdout + done.stderr

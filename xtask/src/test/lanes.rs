@@ -158,7 +158,7 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers and OpenEnv, tools of MCP",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers and OpenEnv, tools of MCP, a page as a server of MCP",
         needs: &[Need::Rewards],
         programs: Tests::Some(&[
             "trainer::hooks",
