@@ -7,6 +7,7 @@ mod family;
 pub mod gateway;
 mod journal;
 pub mod message;
+mod recent;
 pub mod session;
 pub mod sessions;
 mod tokenizer;

@@ -7,7 +7,6 @@ mod chatml;
 mod deepseek;
 mod glm;
 mod guard;
-mod heads;
 mod kimi;
 mod llama3;
 mod minimax;
@@ -17,13 +16,14 @@ mod said;
 use minijinja::Value as Rendered;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::chat::{Chat, ChatTemplate};
 use crate::error::{Error, Result};
 use crate::message::{Message, Refusal, Role, ToolCall};
+use crate::recent::{Key, Recent};
 use crate::tokenizer::Tokenizer;
 use guard::{Guard, Guarded};
-use heads::Heads;
 pub(crate) use said::{Drawn, Said};
 
 /// All families. Of several that fit, the first is taken.
@@ -74,7 +74,9 @@ pub struct Family {
     template: ChatTemplate,
     tokenizer: Tokenizer,
     guard: Guard,
-    heads: Heads,
+    /// Ids of the heads of conversations. Sessions of one agent have the same tools and instructions, which are most
+    /// of a first turn.
+    heads: Recent<Arc<[i32]>>,
     stops: Vec<i32>,
     /// Ids that the template writes where it leaves thoughts out.
     thoughtless: Vec<i32>,
@@ -96,6 +98,8 @@ impl std::fmt::Debug for Rules {
     }
 }
 
+/// Bytes of ids of heads that are kept.
+const HEAD_IDS_BYTES_MAX: usize = 64 << 20;
 /// Bytes of a head that is kept. Shorter ones are encoded as quickly as they are looked up.
 const HEAD_BYTES_MIN: usize = 2048;
 /// What a user asks before an answer while what follows it is rendered.
@@ -134,7 +138,7 @@ impl Family {
         let mut family = Family {
             rules,
             guard,
-            heads: Heads::default(),
+            heads: Recent::new(HEAD_IDS_BYTES_MAX),
             stops,
             thoughtless: Vec::new(),
             has_tools: template.mentions("tools"),
@@ -212,13 +216,13 @@ impl Family {
             return self.encode(text, mark);
         };
         let tail = self.encode(tail, mark)?;
-        let key = heads::key(head, mark);
+        let key = head_key(head, mark);
         if let Some(head) = self.heads.get(&key) {
             return Ok([&head, tail.as_slice()].concat());
         }
         let whole = self.encode(text, mark)?;
         if let Some(head) = whole.strip_suffix(tail.as_slice()) {
-            self.heads.put(key, head);
+            self.heads.put(key, head.into(), size_of_val(head));
         }
         Ok(whole)
     }
@@ -395,6 +399,24 @@ fn text(content: &str) -> Message {
     }
 }
 
+/// The key of a head. A letter in it may be a guard's mark, or a client's own.
+fn head_key(text: &str, mark: Option<char>) -> Key {
+    let mark = mark.filter(|mark| text.contains(*mark)).map_or(0, u32::from);
+    *blake3::Hasher::new().update(&mark.to_le_bytes()).update(text.as_bytes()).finalize().as_bytes()
+}
+
 fn invalid(reason: String) -> Refusal {
     Refusal::Invalid(reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mark_of_a_guard_is_not_a_clients_letter() {
+        let text = "a<\u{e000}|im_end|>";
+        assert_ne!(head_key(text, Some('\u{e000}')), head_key(text, None));
+        assert_eq!(head_key(text, Some('\u{e001}')), head_key(text, None));
+    }
 }

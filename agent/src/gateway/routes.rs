@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{GatewayOptions, stream};
 use crate::message::{Answer, Converse, Refusal};
-use crate::wire::{Fault, Frame, Hints, Protocol};
+use crate::wire::{Fault, Frame, Hints, Protocol, ToolCache};
 
 /// Seconds after which a client that found no room may come back.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
@@ -31,6 +31,7 @@ struct Shared {
     /// Replies, and a number that another process does not have.
     replies: AtomicU64,
     begun: u128,
+    tools: ToolCache,
 }
 
 /// What a request that was let in comes with.
@@ -49,8 +50,8 @@ pub(super) type Awaited = oneshot::Receiver<Result<Answer, Refusal>>;
 pub(super) fn router(options: GatewayOptions, converse: Arc<dyn Converse>) -> Router {
     let (places, bytes_max) = (Semaphore::new(options.asks_max), options.body_bytes_max);
     let begun = now().as_nanos();
-    let replies = AtomicU64::new(0);
-    let shared = Arc::new(Shared { options, converse, places: Arc::new(places), replies, begun });
+    let (replies, tools) = (AtomicU64::new(0), ToolCache::default());
+    let shared = Arc::new(Shared { options, converse, places: Arc::new(places), replies, begun, tools });
     let answering = |protocol| {
         let answer =
             async move |State(shared): State<Arc<Shared>>,
@@ -139,7 +140,7 @@ async fn answer(
     headers: &HeaderMap,
     body: Bytes,
 ) -> Response {
-    let call = match protocol.read(&body, &hints(headers)) {
+    let call = match protocol.read(&body, &hints(headers), &shared.tools) {
         Ok(call) => call,
         Err(refusal) => return told(protocol.refused(&refusal)),
     };
@@ -190,7 +191,7 @@ async fn count(
     body: Bytes,
 ) -> Response {
     let counted = async {
-        let call = Protocol::Messages.read(&body, &hints(&headers))?;
+        let call = Protocol::Messages.read(&body, &hints(&headers), &shared.tools)?;
         shared.converse.count(&entered.session, call.ask).await
     };
     match counted.await {

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::message::{Message, Role};
 
-type Digest = [u8; 16];
+pub(crate) type Digest = [u8; 16];
 
 /// A message, as far as it matters which one it is: ids and whatever else clients change as they like do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +52,7 @@ pub(super) fn all(messages: &[Mark], kept: &[Mark]) -> bool {
 }
 
 /// Tools, whatever the order of their members.
-pub(super) fn tools(tools: &[Value]) -> Digest {
+pub(crate) fn tools(tools: &[Value]) -> Digest {
     let mut hasher = Hasher::new();
     tools.iter().for_each(|tool| value(&mut hasher, tool));
     digest(&hasher)
@@ -110,17 +110,18 @@ pub(super) fn in_order(messages: &[Message]) -> Cow<'_, [Message]> {
 }
 
 /// About how much memory they take.
-pub(super) fn bytes(messages: &[Message], tools: &[Value]) -> usize {
+pub(super) fn bytes(messages: &[Message]) -> usize {
     let message = |message: &Message| {
         let calls =
             message.calls.iter().map(|call| call.id.len() + call.name.len() + inside(&call.arguments));
         let id = message.call_id.as_ref().map_or(0, String::len);
         size_of::<Message>() + message.content.len() + thought(message).len() + id + calls.sum::<usize>()
     };
-    messages.iter().map(message).sum::<usize>() + tools.iter().map(inside).sum::<usize>()
+    messages.iter().map(message).sum()
 }
 
-fn inside(value: &Value) -> usize {
+/// About how much memory a value takes.
+pub(crate) fn inside(value: &Value) -> usize {
     size_of::<Value>()
         + match value {
             Value::String(text) => text.len(),

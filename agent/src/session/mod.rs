@@ -3,17 +3,16 @@
 //! Pure: no clock, no I/O. What was sampled is never encoded again: a prompt is the stored ids of the path that the
 //! conversation takes, and the ids of what is new.
 
-mod equal;
+pub(crate) mod equal;
 mod samples;
 
 use driftless_bridge::Generation;
 use driftless_bridge::engine::VersionSpan;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::family::{Drawn, Family, Said};
-use crate::message::{Answer, Ask, Ended, Message, Refusal, Role};
-use equal::Mark;
+use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, Tools};
+use equal::{Digest, Mark};
 pub use samples::Sample;
 
 /// What a session may hold. Answers that are being drawn when it is full are kept too.
@@ -50,7 +49,7 @@ pub struct Turn {
     /// The turn that it follows; none if it begins the conversation.
     pub parent: Option<u32>,
     /// Of a turn that begins a conversation: its tools.
-    pub tools: Vec<Value>,
+    pub tools: Tools,
     /// Messages since `parent`, as the client wrote them, answers of tools in the order of their calls.
     pub messages: Vec<Message>,
     /// What the model answered, as the client was told.
@@ -89,7 +88,7 @@ struct Node {
     messages: Box<[Mark]>,
     answer: Mark,
     /// Of a turn that begins a conversation.
-    tools: [u8; 16],
+    tools: Digest,
     children: Vec<u32>,
     /// First column of what was given.
     start: usize,
@@ -132,10 +131,10 @@ pub struct Plan {
     /// What is asked, with the messages behind that turn alone, and with tools where it begins a conversation.
     ask: Ask,
     /// All tools that may be called.
-    may_call: Vec<Value>,
+    may_call: Tools,
     /// Of the messages and tools.
     marks: Vec<Mark>,
-    tools: [u8; 16],
+    tools: Digest,
     bytes: usize,
 }
 
@@ -143,7 +142,7 @@ pub struct Plan {
 struct Asked<'a> {
     ask: &'a Ask,
     marks: &'a [Mark],
-    tools: [u8; 16],
+    tools: Digest,
 }
 
 /// What a session makes of an [`Ask`].
@@ -174,7 +173,7 @@ impl Tree {
         }
         let messages = equal::in_order(&ask.messages);
         let marks = equal::marks(&messages);
-        let whole = Asked { ask, marks: &marks, tools: equal::tools(&ask.tools) };
+        let whole = Asked { ask, marks: &marks, tools: ask.tools.digest() };
         let (mut rest, mut parent) = (whole.marks, None);
         while let Some(next) = self.next(parent, &whole, rest) {
             rest = &rest[self.nodes[next as usize].messages.len() + 1..];
@@ -218,7 +217,7 @@ impl Tree {
             }
         }
         let (stop, branch) = (ask.stop.clone(), ask.branch.clone());
-        let ask = Ask { messages: rest.to_vec(), tools: Vec::new(), stop, branch, ..*ask };
+        let ask = Ask { messages: rest.to_vec(), tools: Tools::default(), stop, branch, ..*ask };
         Ok(self.planned(parent, given, ask, asked))
     }
 
@@ -226,7 +225,8 @@ impl Tree {
         let marks = asked.marks[asked.marks.len() - ask.messages.len()..].to_vec();
         let before = parent.map(|parent| self.node(parent));
         let number = number(before, &given, ask.max_tokens, &ask.stop, ask.branch.as_deref());
-        let (cached, bytes) = (before.map_or(0, |node| node.path), equal::bytes(&ask.messages, &ask.tools));
+        let cached = before.map_or(0, |node| node.path);
+        let bytes = equal::bytes(&ask.messages) + ask.tools.bytes();
         let may_call = asked.ask.tools.clone();
         Plan { parent, given, cached, number, ask, may_call, marks, tools: asked.tools, bytes }
     }
@@ -378,12 +378,12 @@ impl Tree {
         grow(&mut self.log_probs, end - sampled);
         self.log_probs.append(&mut turn.log_probs);
         let (messages, tools) = (std::mem::take(&mut turn.messages), std::mem::take(&mut turn.tools));
-        self.bytes += equal::bytes(&messages, &tools) + equal::bytes(std::slice::from_ref(&turn.answer), &[]);
+        self.bytes += equal::bytes(&messages) + tools.bytes() + equal::bytes(std::slice::from_ref(&turn.answer));
         match turn.parent {
             None => self.roots.push(at),
             Some(parent) => self.nodes[parent as usize].children.push(at),
         }
-        let (messages, tools) = (equal::marks(&messages).into(), equal::tools(&tools));
+        let (messages, tools) = (equal::marks(&messages).into(), tools.digest());
         let answer = Mark::of(&turn.answer);
         let children = Vec::new();
         let node =

@@ -6,8 +6,9 @@ use super::read::{
     arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said, stops,
     text, text_format,
 };
+use super::tools::Toolbox;
 use super::{Call, Event, Form, Frame, arguments_text, finish_reason};
-use crate::message::{Answer, Ask, Message, Refusal, Role, ToolCall};
+use crate::message::{Answer, Ask, Message, Refusal, Role, ToolCall, Tools};
 
 /// Fields that cannot be had, and why.
 const REFUSED: [(&str, &str); 5] = [
@@ -18,7 +19,7 @@ const REFUSED: [(&str, &str); 5] = [
     ("web_search_options", "the model has no search of its own"),
 ];
 
-pub(super) fn read(body: &Value) -> Result<Call, Refusal> {
+pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal> {
     none_of(body, &REFUSED)?;
     if let Some(n) = given(body, "n").filter(|n| n.as_u64() != Some(1)) {
         return Err(invalid("n", format!("a session goes on with one answer, expected 1, found {n}")));
@@ -28,10 +29,14 @@ pub(super) fn read(body: &Value) -> Result<Call, Refusal> {
     for (index, message) in list(body, "messages", "")?.iter().enumerate() {
         messages.push(one(message, &format!("messages[{index}]"))?);
     }
-    let may_call = may_call(body.get("tool_choice"))?;
+    let tools = match (may_call(body.get("tool_choice"))?, known) {
+        (false, _) => Tools::default(),
+        (true, Some(known)) => known.tools,
+        (true, None) => tools(body)?.into(),
+    };
     let ask = Ask {
         messages,
-        tools: if may_call { tools(body)? } else { Vec::new() },
+        tools,
         max_tokens: bound(body, &["max_completion_tokens", "max_tokens"])?,
         stop: stops(body, "stop")?,
         branch: None,

@@ -6,8 +6,9 @@ use super::read::{
     arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said, stops,
     text,
 };
+use super::tools::Toolbox;
 use super::{Call, Event, Form, Frame};
-use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, ToolCall};
+use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, ToolCall, Tools};
 
 /// Fields that cannot be had, and why.
 const REFUSED: [(&str, &str); 2] = [
@@ -19,7 +20,7 @@ const UNPARSED: &str = "unparsed_arguments";
 /// What stands for the signature of thinking: it is checked nowhere.
 const SIGNATURE: &str = "unsigned";
 
-pub(super) fn read(body: &Value) -> Result<Call, Refusal> {
+pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal> {
     none_of(body, &REFUSED)?;
     let mut messages = Vec::new();
     if given(body, "system").is_some() {
@@ -40,10 +41,14 @@ pub(super) fn read(body: &Value) -> Result<Call, Refusal> {
             }
         }
     }
-    let may_call = may_call(body.get("tool_choice"))?;
+    let tools = match (may_call(body.get("tool_choice"))?, known) {
+        (false, _) => Tools::default(),
+        (true, Some(known)) => known.tools,
+        (true, None) => tools(body)?.into(),
+    };
     let ask = Ask {
         messages,
-        tools: if may_call { tools(body)? } else { Vec::new() },
+        tools,
         max_tokens: bound(body, &["max_tokens"])?,
         stop: stops(body, "stop_sequences")?,
         branch: None,

@@ -7,12 +7,13 @@ mod chat;
 mod messages;
 mod read;
 mod responses;
-
-use std::collections::BTreeMap;
+mod tools;
 
 use serde_json::{Value, json};
 
 use crate::message::{Answer, Ask, Ended, Refusal, Role};
+pub use tools::ToolCache;
+use tools::{Namespaces, Split};
 
 /// Letters of a system message that say what it is about.
 const HEAD: usize = 1500;
@@ -54,7 +55,7 @@ pub struct Form {
     /// Of Chat Completions: whether a stream ends with the usage.
     include_usage: bool,
     /// Of Responses: tools of a namespace by the name that the model knows, with the client's namespace and name.
-    namespaces: BTreeMap<String, [String; 2]>,
+    namespaces: Namespaces,
     /// Of Messages: the text that ends an answer, where there is only one.
     stop: Option<String>,
 }
@@ -102,21 +103,21 @@ pub struct Fault {
 }
 
 impl Protocol {
-    /// What the body of a request asks.
+    /// What the body of a request asks. Tools that `cache` has are not read again.
     ///
     /// # Errors
     /// [`Refusal::Invalid`], with the field.
-    pub fn read(self, body: &[u8], hints: &Hints) -> Result<Call, Refusal> {
-        let body: Value = serde_json::from_slice(body)
-            .map_err(|error| Refusal::Invalid(format!("the body is not JSON: {error}")))?;
-        if !body.is_object() {
-            return Err(Refusal::Invalid("the body is not a JSON object".into()));
-        }
+    pub fn read(self, body: &[u8], hints: &Hints, cache: &ToolCache) -> Result<Call, Refusal> {
+        let Split { fields, key, known } = cache.split(self, body)?;
+        let is_known = known.is_some();
         let mut call = match self {
-            Self::Chat => chat::read(&body),
-            Self::Responses => responses::read(&body),
-            Self::Messages => messages::read(&body),
+            Self::Chat => chat::read(&fields, known),
+            Self::Responses => responses::read(&fields, known),
+            Self::Messages => messages::read(&fields, known),
         }?;
+        if let Some(key) = key.filter(|_| !is_known) {
+            cache.put(key, &call);
+        }
         if call.ask.messages.is_empty() {
             return Err(Refusal::Invalid("the conversation has no messages".into()));
         }

@@ -1,13 +1,12 @@
 //! OpenAI's Responses, without state on the server: each request has the whole conversation.
 
-use std::collections::BTreeMap;
-
 use serde_json::{Value, json};
 
 use super::read::{
     arguments, bound, content, flag, function, invalid, list, may_call, needed, none_of, said, text,
     text_format,
 };
+use super::tools::{Namespaces, Toolbox};
 use super::{Call, Event, Form, Frame, arguments_text};
 use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, ToolCall};
 
@@ -22,10 +21,7 @@ const REFUSED: [(&str, &str); 5] = [
 /// Parts of a message that are text.
 const TEXTS: [&str; 4] = ["input_text", "output_text", "text", "refusal"];
 
-/// Tools of a namespace by the name that the model knows.
-type Namespaces = BTreeMap<String, [String; 2]>;
-
-pub(super) fn read(body: &Value) -> Result<Call, Refusal> {
+pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal> {
     none_of(body, &REFUSED)?;
     text_format(body["text"].get("format"), "text.format")?;
     let mut messages = Vec::new();
@@ -40,13 +36,18 @@ pub(super) fn read(body: &Value) -> Result<Call, Refusal> {
             }
         }
     }
-    let (mut functions, mut namespaces) = (Vec::new(), Namespaces::new());
-    if may_call(body.get("tool_choice"))? {
-        tools(list(body, "tools", "")?, &mut functions, &mut namespaces)?;
-    }
+    let Toolbox { tools, namespaces } = match (may_call(body.get("tool_choice"))?, known) {
+        (false, _) => Toolbox::default(),
+        (true, Some(known)) => known,
+        (true, None) => {
+            let (mut functions, mut namespaces) = (Vec::new(), Namespaces::new());
+            tools(list(body, "tools", "")?, &mut functions, &mut namespaces)?;
+            Toolbox { tools: functions.into(), namespaces }
+        }
+    };
     let ask = Ask {
         messages,
-        tools: functions,
+        tools,
         max_tokens: bound(body, &["max_output_tokens"])?,
         stop: Vec::new(),
         branch: None,

@@ -4,7 +4,7 @@ use crate::message::{Message, ToolCall};
 const ALL: [Protocol; 3] = [Protocol::Chat, Protocol::Responses, Protocol::Messages];
 
 fn read(protocol: Protocol, body: &Value) -> Result<Call, Refusal> {
-    protocol.read(body.to_string().as_bytes(), &Hints::default())
+    protocol.read(body.to_string().as_bytes(), &Hints::default(), &ToolCache::default())
 }
 
 fn ask(protocol: Protocol, body: &Value) -> Ask {
@@ -191,7 +191,7 @@ fn messages_reads_what_clients_send() {
     assert_eq!(ask.messages[3].reasoning.as_deref(), Some("t"));
     assert_eq!(ask.messages[4].call_id.as_deref(), Some("2"));
     let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
-    assert_eq!(ask.tools, [json!({"type": "function", "function": function})]);
+    assert_eq!(ask.tools[..], [json!({"type": "function", "function": function})]);
 }
 
 #[test]
@@ -264,9 +264,9 @@ fn what_cannot_be_had_is_refused_by_its_field() {
     }
     for protocol in ALL {
         let none = one(protocol, json!({"tool_choice": {"type": "none"}, "tools": [{"name": "f"}]}));
-        assert_eq!(ask(protocol, &none).tools, Vec::<Value>::new());
+        assert!(ask(protocol, &none).tools.is_empty());
         for body in [&b"{"[..], b"[]", b"{\"messages\": [\xff]}", b""] {
-            assert!(protocol.read(body, &Hints::default()).is_err());
+            assert!(protocol.read(body, &Hints::default(), &ToolCache::default()).is_err());
         }
     }
 }

@@ -107,7 +107,7 @@ fn answers_within_thoughts_that_the_template_began_are_thoughts() {
 fn tools_are_told_by_the_system_where_the_template_has_no_words() {
     let (family, tree) = (family("deepseek"), Tree::new(Bounds::default(), Thoughts::Kept));
     let tool = serde_json::json!({"type": "function", "function": {"name": "ls"}});
-    let asked = Ask { tools: vec![tool], ..ask(&[message(Role::System, "s"), user("a")]) };
+    let asked = Ask { tools: vec![tool].into(), ..ask(&[message(Role::System, "s"), user("a")]) };
     let read = shared().decode(&tree.prompt(&plan(&tree, &family, &asked))).unwrap();
     let example = "<｜tool▁call▁begin｜>…<｜tool▁sep｜>{\"…\":\"…\"}<｜tool▁call▁end｜>";
     assert!(read.starts_with("s\n\nYou may call functions.") && read.contains(example), "{read}");

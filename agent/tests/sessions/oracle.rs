@@ -83,7 +83,7 @@ fn differ(of: &str, found: &[i32], expected: &[i32]) -> Option<String> {
 
 fn whole(family: &Family, case: &Whole) -> Option<String> {
     let tree = Tree::new(Bounds::default(), Thoughts::Kept);
-    let asked = Ask { tools: case.tools.clone(), ..ask(&case.messages) };
+    let asked = Ask { tools: case.tools.clone().into(), ..ask(&case.messages) };
     let found = tree.prompt(&plan(&tree, family, &asked));
     differ(&format!("{:?}", case.messages), &found, &case.ids)
 }
@@ -103,7 +103,7 @@ fn answered(
     next: impl FnOnce(&Message) -> Vec<Message>,
 ) -> (Message, Plan, Vec<i32>) {
     let mut tree = Tree::new(Bounds::default(), thoughts);
-    let asked = |talk: &[Message]| Ask { tools: tools.to_vec(), ..ask(talk) };
+    let asked = |talk: &[Message]| Ask { tools: tools.to_vec().into(), ..ask(talk) };
     let first = plan(&tree, family, &asked(&[user("a")]));
     let made = tree.turn(family, first, generated(sampled.to_vec()), 1).unwrap();
     let at = tree.commit(made).unwrap();

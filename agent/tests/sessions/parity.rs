@@ -158,7 +158,7 @@ fn text_of_clients_never_becomes_a_special_token() {
             ];
             let function =
                 json!({"name": text, "description": text, "parameters": {"properties": {text: {}}}});
-            Ask { tools: vec![json!({"type": "function", "function": function})], ..ask(&talk) }
+            Ask { tools: vec![json!({"type": "function", "function": function})].into(), ..ask(&talk) }
         };
         let tree = Tree::new(Bounds::default(), Thoughts::Kept);
         let plain = plan(&tree, &family, &conversation("plain"));

@@ -130,7 +130,8 @@ impl Run {
             _ => {}
         }
         self.go_on(&mut talk);
-        let asked = Ask { tools: talk.tools.clone(), branch: talk.branch.clone(), ..ask(&talk.messages) };
+        let asked =
+            Ask { tools: talk.tools.clone().into(), branch: talk.branch.clone(), ..ask(&talk.messages) };
         let asked = Ask { is_auxiliary: self.dice.below(10) == 0, ..asked };
         let asked = Ask { max_tokens: (self.dice.below(5) == 0).then_some(9), ..asked };
         let answer = self.ask(asked).await;

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use async_trait::async_trait;
 use driftless_agent::chat::ChatTemplate;
-use driftless_agent::message::{Ask, Message, Refusal, Role};
+use driftless_agent::message::{Ask, Message, Refusal, Role, Tools};
 use driftless_agent::sessions::Draw;
 use driftless_agent::{Family, Tokenizer};
 use driftless_bridge::engine::{Finish, VersionSpan};
@@ -218,7 +218,7 @@ pub(crate) fn user(content: &str) -> Message {
 pub(crate) fn ask(messages: &[Message]) -> Ask {
     Ask {
         messages: messages.to_vec(),
-        tools: Vec::new(),
+        tools: Tools::default(),
         max_tokens: None,
         stop: Vec::new(),
         branch: None,
