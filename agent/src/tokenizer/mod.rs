@@ -1,5 +1,7 @@
 //! The checkpoint's tokenizer.
 
+mod words;
+
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -49,7 +51,13 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] for a text that the tokenizer has no ids for.
     pub fn encode(&self, text: &str) -> Result<Vec<i32>> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|error| self.refused(error.as_ref()))?;
+        words::encode(&self.inner, text)
+            .unwrap_or_else(|| self.by_library(text))
+            .map_err(|error| self.refused(error.as_ref()))
+    }
+
+    fn by_library(&self, text: &str) -> tokenizers::Result<Vec<i32>> {
+        let encoding = self.inner.encode_fast(text, false)?;
         Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
     }
 
@@ -188,5 +196,80 @@ impl Tokenizer {
 impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tokenizer").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+    use super::*;
+
+    /// A byte-level tokenizer with these steps before its last one, whose words are GPT-2's if `use_regex`.
+    fn tokenizer(steps: &[Value], use_regex: bool, normalizer: Value) -> Tokenizer {
+        let mut letters: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
+        letters.sort();
+        letters.extend(["th", "the", "Ġthe", "in", "ĊĊ", "Ã©"].map(str::to_owned));
+        let vocab: serde_json::Map<_, _> =
+            letters.iter().enumerate().map(|(id, letter)| (letter.clone(), json!(id))).collect();
+        let added = |at: usize, content: &str, special: bool| {
+            json!({"id": letters.len() + at, "content": content, "special": special, "single_word": false,
+                   "lstrip": !special, "rstrip": false, "normalized": !special})
+        };
+        let last = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
+        let steps = [steps, &[last]].concat();
+        let json = json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": normalizer,
+            "added_tokens": [added(0, "<|end|>", true), added(1, "tool", false)],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+            "post_processor": null, "decoder": null,
+            "model": {"type": "BPE", "vocab": vocab,
+                      "merges": ["t h", "th e", "Ġ the", "i n", "Ċ Ċ", "Ã ©"]},
+        });
+        Tokenizer::from_bytes("tokenizer.json", json.to_string().as_bytes()).unwrap()
+    }
+
+    fn tokenizers() -> Vec<Tokenizer> {
+        let digits = json!({"type": "Digits", "individual_digits": true});
+        let pattern =
+            json!({"Regex": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"});
+        let split = json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false});
+        vec![
+            tokenizer(&[split], false, json!({"type": "NFC"})),
+            tokenizer(&[digits], true, Value::Null),
+            tokenizer(&[], true, Value::Null),
+            tokenizer(&[], false, Value::Null),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn words_have_the_ids_that_the_library_gives(
+            parts in prop::collection::vec(
+                prop_oneof!["\\PC{0,6}", "[a-z0-9' \n\t\r]{0,12}",
+                            prop::sample::select(vec!["<|end|>", "tool", "the", "e\u{301}", "é", "\n\n", "日本", "😀", "\0"])
+                                .prop_map(str::to_owned)],
+                0..12,
+            ),
+        ) {
+            let text = parts.concat();
+            for tokenizer in tokenizers() {
+                let ids = words::encode(&tokenizer.inner, &text).unwrap().unwrap();
+                prop_assert_eq!(ids, tokenizer.by_library(&text).unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_cut_is_left_to_the_library() {
+        let merged = json!({"type": "Split", "pattern": {"String": "a"}, "behavior": "MergedWithNext", "invert": false});
+        let runs = json!({"type": "Digits", "individual_digits": false});
+        for step in [merged, runs, json!({"type": "Whitespace"})] {
+            let tokenizer = tokenizer(&[step], true, Value::Null);
+            assert!(words::encode(&tokenizer.inner, "a b").is_none());
+            assert!(!tokenizer.encode("a b").unwrap().is_empty());
+        }
     }
 }
