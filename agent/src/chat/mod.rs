@@ -102,7 +102,7 @@ impl ChatTemplate {
             let found = source.len();
             return Err(refused(format!("it has {found} bytes, and at most {SOURCE_BYTES_MAX} are read")));
         }
-        let compiled = on_deep_stack(|| compile(sources)).map_err(io("start a thread for", path))?;
+        let compiled = stacker::grow(STACK_BYTES, || compile(sources));
         let environment = compiled.map_err(|error| refused(said(&error)))?;
         Ok(ChatTemplate { path: path.to_owned(), environment, special })
     }
@@ -147,8 +147,7 @@ impl ChatTemplate {
 
     /// Renders through the template whose name ends with `suffix`, with the start of an answer if `prompt`.
     pub(crate) fn render_as(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
-        on_deep_stack(|| self.render_here(suffix, chat, prompt))
-            .unwrap_or_else(|error| Err(format!("no thread to render it: {error}")))
+        stacker::grow(STACK_BYTES, || self.render_here(suffix, chat, prompt))
     }
 
     fn render_here(&self, suffix: &str, chat: Chat<'_>, prompt: bool) -> Result<String, String> {
@@ -189,17 +188,8 @@ const INSTRUCTIONS_MAX: u64 = 50_000_000;
 /// Longest template that is read. Those of models have 20 thousand bytes at most.
 const SOURCE_BYTES_MAX: usize = 128 << 10;
 /// Stack to compile and to render one with. An expression may be as deep as it is long, and so may its value:
-/// recursion goes down all of it, also where the value is written and dropped.
+/// recursion goes down all of it, also where the value is written and dropped. Only what is used takes memory.
 const STACK_BYTES: usize = 256 << 20;
-
-/// Does it on a thread with a stack of [`STACK_BYTES`], of which only what is used takes memory.
-fn on_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> std::io::Result<T> {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("chat template".to_owned()).stack_size(STACK_BYTES);
-        let thread = thread.spawn_scoped(scope, work)?;
-        Ok(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-    })
-}
 
 /// The templates of these names and sources, in the environment of `transformers`.
 fn compile(sources: &[(String, String)]) -> Result<Environment<'static>, minijinja::Error> {
