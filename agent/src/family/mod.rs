@@ -195,6 +195,11 @@ impl Family {
         self.rules.name
     }
 
+    /// Whether its template writes messages the same way whatever stands before them.
+    pub(crate) fn has_suffixes(&self) -> bool {
+        self.has_suffixes
+    }
+
     /// Ids of tokens that end an answer.
     #[must_use]
     pub fn stops(&self) -> &[i32] {

@@ -138,6 +138,18 @@ pub struct Plan {
     bytes: usize,
 }
 
+/// Where a conversation stands among the turns of a session.
+#[derive(Debug)]
+pub(crate) struct Place {
+    marks: Vec<Mark>,
+    /// The last turn that it goes through.
+    parent: Option<u32>,
+    /// Messages behind that turn, and about how many bytes they have.
+    rest: usize,
+    bytes: usize,
+    answered: Option<u32>,
+}
+
 /// What a client says, by marks.
 struct Asked<'a> {
     ask: &'a Ask,
@@ -167,6 +179,14 @@ impl Tree {
     /// # Errors
     /// [`Refusal`] of what is no conversation, of what the template refuses, and of a session that is full.
     pub fn see(&self, family: &Family, ask: &Ask) -> Result<Seen, Refusal> {
+        self.see_at(family, ask, self.place(ask)?)
+    }
+
+    /// Finds the place of a conversation.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`] of what is no conversation.
+    pub(crate) fn place(&self, ask: &Ask) -> Result<Place, Refusal> {
         if ask.messages.last().is_none_or(|last| last.role == Role::Assistant) {
             let expected = "`messages` whose last one is not the assistant's";
             return Err(Refusal::Invalid(format!("expected {expected}: answers are not continued")));
@@ -180,11 +200,22 @@ impl Tree {
             parent = Some(next);
         }
         // A turn may have begun anew with all that was said before it.
-        let found = self.answered(parent, &whole, rest).or_else(|| self.answered(None, &whole, &marks));
-        if let Some(found) = found {
+        let answered = self.answered(parent, &whole, rest).or_else(|| self.answered(None, &whole, &marks));
+        let (rest, bytes) = (rest.len(), equal::bytes(&messages[messages.len() - rest.len()..]));
+        Ok(Place { marks, parent, rest, bytes, answered })
+    }
+
+    /// [`Tree::see`] of a conversation at its place.
+    ///
+    /// # Errors
+    /// [`Refusal`] of what the template refuses, and of a session that is full.
+    pub(crate) fn see_at(&self, family: &Family, ask: &Ask, place: Place) -> Result<Seen, Refusal> {
+        if let Some(found) = place.answered {
             return Ok(Seen::Answered(found));
         }
-        let plan = self.plan(family, &whole, &messages, parent, rest.len())?;
+        let whole = Asked { ask, marks: &place.marks, tools: ask.tools.digest() };
+        let messages = equal::in_order(&ask.messages);
+        let plan = self.plan(family, &whole, &messages, place.parent, place.rest)?;
         self.has_room(&plan)?;
         Ok(Seen::New(Box::new(plan)))
     }
@@ -378,7 +409,8 @@ impl Tree {
         grow(&mut self.log_probs, end - sampled);
         self.log_probs.append(&mut turn.log_probs);
         let (messages, tools) = (std::mem::take(&mut turn.messages), std::mem::take(&mut turn.tools));
-        self.bytes += equal::bytes(&messages) + tools.bytes() + equal::bytes(std::slice::from_ref(&turn.answer));
+        self.bytes +=
+            equal::bytes(&messages) + tools.bytes() + equal::bytes(std::slice::from_ref(&turn.answer));
         match turn.parent {
             None => self.roots.push(at),
             Some(parent) => self.nodes[parent as usize].children.push(at),
@@ -404,6 +436,13 @@ impl Tree {
             cached_tokens: node.turn.parent.map_or(0, |parent| self.node(parent).path),
             completion_tokens,
         }
+    }
+}
+
+impl Place {
+    /// Whether a known conversation goes on by less than so many bytes.
+    pub(crate) fn goes_on_by(&self, bytes: usize) -> bool {
+        self.parent.is_some() && self.bytes < bytes
     }
 }
 
@@ -435,7 +474,7 @@ fn number(
 ) -> u64 {
     let mut digest = blake3::Hasher::new();
     digest.update(&before.map_or(0, |before| before.number).to_le_bytes());
-    digest.update(&given.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>());
+    digest.update(given.iter().map(|id| id.to_le_bytes()).collect::<Vec<_>>().as_flattened());
     let asked = serde_json::json!([given.len(), max_tokens, stop, branch]);
     digest.update(asked.to_string().as_bytes());
     digest.finalize().as_bytes().first_chunk().copied().map_or(0, u64::from_le_bytes)

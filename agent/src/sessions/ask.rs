@@ -13,6 +13,9 @@ use super::{Inner, Session};
 use crate::message::{Answer, Ask, Refusal};
 use crate::session::{Plan, Seen, Tree};
 
+/// Messages of fewer bytes are encoded at once: that takes less time than to change threads twice on a busy machine.
+const SHORT_BYTES: usize = 4 << 10;
+
 /// An answer that is being drawn.
 #[derive(Debug)]
 pub(super) struct Drawing {
@@ -112,14 +115,19 @@ impl<D: Draw> Inner<D> {
         }
     }
 
-    /// Tokens of a conversation are counted on a thread of their own: a long one takes a while.
+    /// What is new in a long conversation is encoded on a thread of its own: that takes a while.
     pub(super) async fn see(
         self: Arc<Self>,
         tree: OwnedMutexGuard<Tree>,
         ask: Ask,
     ) -> Result<(OwnedMutexGuard<Tree>, Ask, Seen), Refusal> {
+        let place = tree.place(&ask)?;
+        if place.goes_on_by(SHORT_BYTES) && self.family.has_suffixes() {
+            let seen = tree.see_at(&self.family, &ask, place)?;
+            return Ok((tree, ask, seen));
+        }
         let work = move || {
-            let seen = tree.see(&self.family, &ask)?;
+            let seen = tree.see_at(&self.family, &ask, place)?;
             Ok((tree, ask, seen))
         };
         let done = tokio::task::spawn_blocking(work).await;

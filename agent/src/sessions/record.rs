@@ -53,7 +53,9 @@ impl Record {
         let mut bytes = framed(&self)?;
         let Step::Turned(turn) = &self.step else { return Ok(bytes) };
         let Turn { given, sampled, log_probs, .. } = turn.as_ref();
-        bytes.extend(given.iter().chain(sampled).flat_map(|id| id.to_le_bytes()));
+        for ids in [given, sampled] {
+            bytes.extend_from_slice(ids.iter().map(|id| id.to_le_bytes()).collect::<Vec<_>>().as_flattened());
+        }
         bytes.extend(log_probs.iter().flat_map(|log_prob| log_prob.to_le_bytes()));
         Ok(bytes)
     }
