@@ -10,8 +10,10 @@ use crate::files::read_mode;
 use crate::index::Loaded;
 use crate::layout::frame::{FrameState, Peek};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, TRAILER};
+use crate::learned;
 use crate::position::Position;
 use crate::position::hex;
+use crate::reader::Reader;
 use crate::recover::{self, Mode, Opened};
 use crate::sample::Kind;
 use crate::scan;
@@ -148,7 +150,9 @@ fn widen(range: Option<(u64, u64)>, low: u64, high: u64) -> (u64, u64) {
 pub fn verify(dir: impl AsRef<Path>) -> Result<Report> {
     let root = dir.as_ref();
     let storage = Directory::new(root);
-    verify_on(&storage, read_mode(root)?)
+    let mut report = verify_on(&storage, read_mode(root)?)?;
+    report.damage.append(&mut learned::verify(&Reader::open(root)?)?);
+    Ok(report)
 }
 
 /// As [`verify`], on any storage.

@@ -22,6 +22,7 @@ pub mod export;
 mod files;
 mod index;
 mod layout;
+pub mod learned;
 mod ledger;
 mod lock;
 mod locks;

@@ -9,6 +9,7 @@ use crate::cursor::{self, Cursor};
 use crate::damage::Recovery;
 use crate::durable_end::DurableEnd;
 use crate::error::{Error, Result};
+use crate::learned::{self, Column};
 use crate::lock::LockFile;
 use crate::options::{Options, SyncPolicy};
 use crate::position::{Identity, Position};
@@ -176,14 +177,27 @@ impl Log {
         Cursor::open(Arc::clone(&self.shared), name)
     }
 
-    /// Removes old segments. Records that readers hold stay valid.
+    /// Makes durable what the learner computed of the samples that a training step learned from: [`Reader::learned`] has
+    /// it then. A step that is done again replaces what it wrote before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LockLost`], [`Error::Io`] (nothing was written, or what was there before is left).
+    pub fn write_learned(&self, step: u64, columns: &[Column<'_>]) -> Result<()> {
+        self.shared.check_owner()?;
+        learned::write(&self.shared.root, step, columns)
+    }
+
+    /// Removes old segments, with what was learned from them. Records that readers hold stay valid.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] for a retention without limit or cursor, [`Error::Poisoned`], [`Error::Io`] (what
     /// was not removed is found again when the log is next opened).
     pub fn retain(&self, retention: &Retention) -> Result<Retired> {
-        self.shared.retain(retention)
+        let retired = self.shared.retain(retention)?;
+        learned::retain(&self.shared.root, retired.oldest)?;
+        Ok(retired)
     }
 
     /// Syncs, seals the last segment, ends the log for all handles and lets another process own it. Readers

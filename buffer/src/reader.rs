@@ -162,7 +162,7 @@ impl Reader {
         Record::new(&header, body).map(Some).map_err(damaged)
     }
 
-    fn path(&self, name: &str) -> std::path::PathBuf {
+    pub(crate) fn path(&self, name: &str) -> std::path::PathBuf {
         match &self.source {
             Source::Live(shared) => shared.storage.path(name),
             Source::Files(files) => files.path(name),

@@ -58,7 +58,7 @@ impl Directory {
         Self { root: root.to_owned() }
     }
 
-    fn sync_root(&self) -> io::Result<()> {
+    pub(crate) fn sync_root(&self) -> io::Result<()> {
         let root = call(|| File::open(&self.root))?;
         call(|| root.sync_all())
     }

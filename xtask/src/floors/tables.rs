@@ -54,7 +54,7 @@ pub(super) const HOUSES: &[House] = &[
             &["recover"],
             &["files", "shared", "spare", "sync"],
             &["cursor", "reservation", "reader"],
-            &["retain", "check", "append", "query", "serve"],
+            &["retain", "check", "append", "query", "serve", "learned"],
             &["producer", "export"],
             &["log"],
         ],
