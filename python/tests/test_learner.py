@@ -1,5 +1,6 @@
 """The learner through its protocol, on a real socket, log and store."""
 
+import base64
 import json
 import math
 import os
@@ -122,6 +123,22 @@ def test_old_policy_is_the_one_before_the_first_of_several_steps(loop, asked):
         record = log.get(sample["position"])
         apart += [abs(a - b) for a, b, mask in zip(values, record.log_probs, record.loss_mask) if mask]
     assert stats["log_prob_diff_max"] == pytest.approx(max(apart), abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"global_batch_size": 1}])
+def test_step_tells_the_log_probs_before_it_if_it_is_asked(loop, asked, options):
+    asked.ask("hello", **loop.hello(options={"lr": 0.01, **options}))
+    before = np.concatenate(asked.ask("log_probs", rollout_id=0, samples=loop.samples)["log_probs"])
+    samples = [{**sample, "stale": 1} if at == 3 else sample for at, sample in enumerate(loop.samples)]
+    reply = asked.ask("step", rollout_id=0, samples=samples, trained_log_probs=True)
+    told = np.frombuffer(base64.b64decode(reply["trained_log_probs"]), "<f4")
+    log = driftless_rl.RolloutReader(loop.root / "log")
+    masks = [log.get(sample["position"]).loss_mask != 0 for sample in samples]
+    masks[3] = np.r_[False, masks[3][1:]]
+    trained = np.concatenate(masks)
+    assert len(told) == len(before) and (np.isnan(told) == ~trained).all()
+    assert told[trained] == pytest.approx(before[trained], abs=1e-5)
+    assert "trained_log_probs" not in asked.ask("step", rollout_id=1, samples=samples)
 
 
 def test_records_that_are_appended_later_are_found(loop, asked):

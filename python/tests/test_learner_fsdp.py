@@ -1,5 +1,6 @@
 """The learner on two ranks of torchrun, beside one that is alone."""
 
+import base64
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,10 @@ STEPS = 2
 
 
 def learn(loop, asked):
-    """Some steps, each of several micro-batches, and what they were like."""
-    return [asked.ask("step", rollout_id=step, samples=loop.samples)["stats"] for step in range(STEPS)]
+    """Some steps, each of several micro-batches: what they were like, and the log-probs before them."""
+    for step in range(STEPS):
+        reply = asked.ask("step", rollout_id=step, samples=loop.samples, trained_log_probs=True)
+        yield reply["stats"], np.frombuffer(base64.b64decode(reply["trained_log_probs"]), "<f4")
 
 
 def holders(path: Path) -> int:
@@ -57,8 +60,9 @@ def test_two_ranks_learn_what_one_process_does(tmp_path, device, close):
     assert hello["progress"] == {"step": 1} and "FSDP2 on 2 ranks" in hello["name"], hello
     # torchrun and its ranks hold the loop's lock.
     assert holders(roots[1] / "lock") == 3
-    for expected, found in zip(learn(one, alone), learn(two, ranks), strict=True):
+    for (expected, before), (found, told) in zip(learn(one, alone), learn(two, ranks), strict=True):
         assert found == pytest.approx(expected, abs=close)
+        np.testing.assert_allclose(told, before, rtol=0, atol=10 * close)
     assert "expected a record" in ranks.ask("step", rollout_id=2, samples=[{**two.samples[0], "position": 99}])["error"]
     # One sample leaves one rank nothing to do.
     for loop, asked in ((one, alone), (two, ranks)):

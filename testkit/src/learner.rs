@@ -9,6 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use driftless_buffer::{Position, Reader, Record};
 use driftless_store::open;
 use driftless_transport::checkpoint::write_checkpoint;
@@ -168,7 +170,7 @@ impl Learner {
     /// The policy gradient of a mean over samples of means over trained tokens.
     fn step(&mut self, call: &Value) -> Value {
         let records = self.records(call);
-        let known = self.normalised();
+        let (known, told) = (self.normalised(), self.told(call));
         let lr = self.hello["options"]["lr"].as_f64().unwrap() as f32;
         let mut gradient = [0.0_f32; BIASES];
         for (record, sample) in records.iter().zip(call["samples"].as_array().unwrap()) {
@@ -188,7 +190,24 @@ impl Learner {
             *bias += lr * gradient + 0.001 * (at + 1) as f32;
         }
         let norm = gradient.iter().map(|value| value * value).sum::<f32>().sqrt();
-        json!({"stats": {"loss": 0.5, "grad_norm": norm}})
+        json!({"stats": {"loss": 0.5, "grad_norm": norm}, "trained_log_probs": told})
+    }
+
+    /// The log-probs of a step, if the loop has room for them.
+    fn told(&self, call: &Value) -> Option<String> {
+        let known = self.normalised();
+        let samples = call["samples"].as_array().unwrap();
+        let records = self.records(call);
+        let of = |(record, sample): (&Record, &Value)| -> Vec<u8> {
+            let stale = sample["stale"].as_u64().unwrap_or(0) as usize;
+            let pairs = record.response().iter().zip(record.loss_mask()).enumerate();
+            let value = |(at, (token, kept)): (usize, (&i32, &u8))| {
+                if at >= stale && *kept != 0 { known[class(*token)] } else { f32::NAN }
+            };
+            pairs.flat_map(|pair| value(pair).to_le_bytes()).collect()
+        };
+        let bytes: Vec<u8> = records.iter().zip(samples).flat_map(of).collect();
+        call["trained_log_probs"].as_bool()?.then(|| STANDARD.encode(bytes))
     }
 
     fn publish(&mut self, step: u64) -> u64 {

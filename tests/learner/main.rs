@@ -156,6 +156,16 @@ impl Stage {
         let log = Reader::open(self.at("rl/log")).expect("a log");
         assert_eq!(log.prompts(PromptState::Done).len() as u64, STEPS * GROUPS, "{what}");
         assert!(log.prompts(PromptState::InFlight).is_empty(), "{what}");
+        for step in 0..STEPS {
+            let learned = log.learned(step).expect("whole columns").expect("columns of each step");
+            assert_eq!(learned.rows().len() as u64, GROUPS * SAMPLES, "{what}: step {step}");
+            for row in learned.rows() {
+                let record = log.get(row.position).expect("a whole record").expect("a record");
+                let log_probs = learned.log_probs(row.position).expect("a whole column").expect("a column");
+                let is_trained = log_probs.iter().map(|value| u8::from(value.is_finite()));
+                assert!(is_trained.eq(record.loss_mask().iter().copied()), "{what}: {log_probs:?}");
+            }
+        }
 
         let run =
             Run::open(open(&self.at("store").to_string_lossy()).expect("a store"), "test").expect("a run");
@@ -531,6 +541,11 @@ fn too_large_log_gives_back_what_was_learned_and_no_more() {
         assert_eq!(log.groups(until - 1, SAMPLES as usize).len() as u64, GROUPS);
     }
     assert!(log(&stage).oldest().0 > 0, "the first rollouts are gone");
+    let learned = log(&stage).learned_steps().expect("a directory");
+    assert!(
+        !learned.contains_key(&0) && learned.contains_key(&(STEPS - 1)),
+        "and what they taught: {learned:?}"
+    );
     let state = learner::saved(&stage.at("rl/learner")).expect("a state of the learner");
     let consumed = state["consumed"].as_array().expect("samples").iter().map(Value::as_u64);
     assert_eq!(consumed.collect::<Vec<_>>(), (0..STEPS * GROUPS * SAMPLES).map(Some).collect::<Vec<_>>());

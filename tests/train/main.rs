@@ -15,6 +15,7 @@ mod replay;
 mod stage;
 
 use common::{DEADLINE, Process, code, driftless, run};
+use driftless::buffer::Reader;
 use driftless::trainer::goodput::Goodput;
 use serde::Deserialize as _;
 use serde_json::Value;
@@ -47,6 +48,15 @@ fn one_step_off_trains_on_samples_one_step_old() {
     assert_eq!(stale[0], Some(0), "the first rollout has nobody to lag behind");
     assert!(stale[1..].iter().all(|age| *age <= Some(1)), "{stale:?}");
     assert!(stale[1..].contains(&Some(1)), "generation and training overlapped: {stale:?}");
+    let log = Reader::open(stage.dir.join("rl/log")).expect("a log");
+    let furthest = |step| {
+        let learned = log.learned(step).expect("whole columns").expect("columns of each step");
+        learned.rows().iter().filter_map(|row| row.mismatch).reduce(f32::max).map(f64::from)
+    };
+    let found: Vec<_> = (0..stage.steps).map(furthest).collect();
+    let told: Vec<_> = steps(&stage).iter().map(|step| step["log_prob_diff_max"].as_f64()).collect();
+    assert_eq!(found, told, "columns are what the figures are of");
+    assert!(found.iter().any(|furthest| *furthest > Some(0.0)), "{found:?}");
 }
 
 /// Tokens of groups that others overtook are left out where they are too old.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use derive_setters::Setters;
 
 use super::process::{Lost, Process};
-use super::wire::{Call, Hello, PROTOCOL, Reply, samples};
+use super::wire::{self, Call, Hello, PROTOCOL, Reply, samples};
 use super::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use crate::error::{Error, Result, cut};
 use crate::options::LearnOptions;
@@ -49,13 +49,15 @@ pub struct Child {
     options: ChildOptions,
     name: Option<String>,
     process: Option<Process>,
+    /// Of the last step, until they are asked for.
+    log_probs: Option<Vec<f32>>,
 }
 
 impl Child {
     /// Makes ready to run it.
     #[must_use]
     pub fn new(options: ChildOptions) -> Self {
-        Child { options, name: None, process: None }
+        Child { options, name: None, process: None, log_probs: None }
     }
 
     /// One call and its reply. A process that ended, or did not answer in time, is gone afterwards.
@@ -135,12 +137,24 @@ impl Learner for Child {
     }
 
     fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped> {
-        let reply = self.call(Call::Step { rollout_id: batch.rollout_id, samples: samples(batch) })?;
+        self.log_probs = None;
+        let (rollout_id, samples) = (batch.rollout_id, samples(batch));
+        let reply = self.call(Call::Step { rollout_id, samples, trained_log_probs: true })?;
+        if let (Some(text), None) = (&reply.trained_log_probs, &reply.not_finite) {
+            let expected = "trained_log_probs: base64 of a 32-bit float for each response token, NaN where it is not trained on";
+            let found =
+                wire::decode(text, batch).ok_or_else(|| self.wrong("step", expected, "other ones"))?;
+            self.log_probs = Some(found);
+        }
         match (reply.stats, reply.not_finite) {
             (_, Some(what)) => Ok(Stepped::NotFinite(cut(&what, WORDS_MAX))),
             (Some(stats), None) => Ok(Stepped::Done(stats)),
             (None, None) => Err(self.wrong("step", "stats or not_finite", "neither")),
         }
+    }
+
+    fn take_log_probs(&mut self) -> Option<Vec<f32>> {
+        self.log_probs.take()
     }
 
     fn snapshot(&mut self, step: u64) -> Result<Weights> {

@@ -40,8 +40,22 @@ fn begins_with_the_checkpoint_and_learns(checkpoint: &Path, new: &impl Fn() -> B
     let before = log_probs(&mut *learner, &records);
     let again = log_probs(&mut *learner, &records);
     assert_eq!(before, again, "nothing moves the weights but a step");
-    assert!(matches!(learner.step(&batch(&records, 0)).unwrap(), Stepped::Done(_)));
+    let batch = batch(&records, 0);
+    assert!(matches!(learner.step(&batch).unwrap(), Stepped::Done(_)));
+    tells_what_it_said_before(&mut *learner, &batch, &before);
     assert!(apart(&before, &log_probs(&mut *learner, &records)) > 1e-4, "a step moves the weights");
+}
+
+/// A learner need not tell the log-probs of a step. If it does, they are those before it, of the tokens that are trained on.
+fn tells_what_it_said_before(learner: &mut dyn Learner, batch: &Batch<'_>, before: &[Vec<f32>]) {
+    let Some(told) = learner.take_log_probs() else { return };
+    assert_eq!(told.len(), before.iter().map(Vec::len).sum::<usize>());
+    let trained =
+        batch.samples.iter().flat_map(|sample| (0..sample.response_len()).map(|at| sample.is_trained(at)));
+    for ((told, before), is_trained) in told.iter().zip(before.iter().flatten()).zip(trained) {
+        assert!(if is_trained { (told - before).abs() <= SAME } else { told.is_nan() }, "{told} {before}");
+    }
+    assert_eq!(learner.take_log_probs(), None, "they are told once");
 }
 
 fn what_was_saved_comes_back_and_what_was_not_is_lost(

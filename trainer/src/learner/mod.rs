@@ -207,6 +207,13 @@ pub trait Learner: Send {
     /// As [`Learner::log_probs`].
     fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped>;
 
+    /// Log-probabilities of the tokens that the last step learned from, under the weights before it: a number for each
+    /// response token of the batch, sample after sample; NaN where a token is not trained on. Asked for once behind each
+    /// [`Stepped::Done`]. `None` from a learner that does not tell, or where no step of the policy was due.
+    fn take_log_probs(&mut self) -> Option<Vec<f32>> {
+        None
+    }
+
     /// The weights after `step` steps of the loop, for the engines. Whatever writes them has ended.
     ///
     /// # Errors

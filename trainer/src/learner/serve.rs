@@ -73,10 +73,13 @@ impl Served {
                 let log_probs = self.learner.log_probs(&batch(rollout_id, &samples, &records))?;
                 Ok(json!({ "log_probs": log_probs }))
             }
-            Call::Step { rollout_id, samples } => {
+            Call::Step { rollout_id, samples, trained_log_probs } => {
                 let records = self.records(&samples)?;
                 Ok(match self.learner.step(&batch(rollout_id, &samples, &records))? {
-                    Stepped::Done(stats) => json!({ "stats": stats }),
+                    Stepped::Done(stats) => {
+                        let log_probs = self.learner.take_log_probs().filter(|_| trained_log_probs);
+                        json!({ "stats": stats, "trained_log_probs": log_probs.map(|some| wire::encode(&some)) })
+                    }
                     Stepped::NotFinite(what) => json!({ "not_finite": what }),
                 })
             }

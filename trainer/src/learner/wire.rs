@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Serialize};
 
 use super::{Batch, Progress, Workspace};
@@ -11,7 +13,7 @@ use crate::options::LearnOptions;
 /// The version of the protocol that is spoken here.
 pub const PROTOCOL: u32 = 3;
 
-/// Longest reply, beside the numbers that `log_probs` asks for. A learner may be anybody's program, so its
+/// Longest reply, beside the numbers that `log_probs` and `step` ask for. A learner may be anybody's program, so its
 /// line is not held in memory for longer than it can mean something.
 const REPLY_BYTES_MAX: usize = 4 << 20;
 /// Longest text of a number in a reply: JSON of a 64-bit float takes 24, and what separates two of them 2.
@@ -30,11 +32,26 @@ pub(super) struct Line {
 #[serde(tag = "call", rename_all = "snake_case")]
 pub(super) enum Call {
     Hello(Box<Hello>),
-    LogProbs { rollout_id: u64, samples: Vec<Sample> },
-    Step { rollout_id: u64, samples: Vec<Sample> },
-    Publish { step: u64 },
-    Save { progress: Box<Progress> },
-    SaveHf { dir: PathBuf },
+    LogProbs {
+        rollout_id: u64,
+        samples: Vec<Sample>,
+    },
+    Step {
+        rollout_id: u64,
+        samples: Vec<Sample>,
+        /// Whether the reply may have them, which an earlier loop has no room for.
+        #[serde(default)]
+        trained_log_probs: bool,
+    },
+    Publish {
+        step: u64,
+    },
+    Save {
+        progress: Box<Progress>,
+    },
+    SaveHf {
+        dir: PathBuf,
+    },
 }
 
 impl Call {
@@ -52,8 +69,10 @@ impl Call {
     /// Bytes of the longest line that can be its reply.
     pub(super) fn reply_bytes_max(&self) -> usize {
         let numbers = match self {
-            // Each sample has brackets, too.
-            Call::LogProbs { samples, .. } => samples.iter().map(|sample| sample.response_len + 1).sum(),
+            // Each sample has brackets, too. Base64 of a number is shorter.
+            Call::LogProbs { samples, .. } | Call::Step { samples, .. } => {
+                samples.iter().map(|sample| sample.response_len + 1).sum()
+            }
             _ => 0_usize,
         };
         numbers.saturating_mul(NUMBER_BYTES_MAX).saturating_add(REPLY_BYTES_MAX)
@@ -104,6 +123,23 @@ fn is_zero(count: &usize) -> bool {
     *count == 0
 }
 
+/// [`Learner::take_log_probs`](super::Learner::take_log_probs) as text: base64 of little-endian 32-bit floats, which is a
+/// quarter of what they are as numbers of JSON, and which has NaN.
+pub(super) fn encode(log_probs: &[f32]) -> String {
+    STANDARD.encode(log_probs.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+}
+
+/// The other way; `None` of what is no number for each response token of a batch, NaN where none is trained on.
+pub(super) fn decode(text: &str, batch: &Batch<'_>) -> Option<Vec<f32>> {
+    let bytes = STANDARD.decode(text).ok()?;
+    let (numbers, rest) = bytes.as_chunks::<4>();
+    let log_probs: Vec<f32> = numbers.iter().map(|number| f32::from_le_bytes(*number)).collect();
+    let trained =
+        batch.samples.iter().flat_map(|sample| (0..sample.response_len()).map(|at| sample.is_trained(at)));
+    let fits = log_probs.iter().map(|value| !value.is_nan()).eq(trained);
+    (rest.is_empty() && fits).then_some(log_probs)
+}
+
 pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
     let sample = |sample: &super::Sample<'_>| Sample {
         position: sample.position.0,
@@ -125,6 +161,7 @@ pub(super) struct Reply {
     pub(super) progress: Option<Progress>,
     pub(super) log_probs: Option<Vec<Vec<f32>>>,
     pub(super) stats: Option<StepStats>,
+    pub(super) trained_log_probs: Option<String>,
     pub(super) not_finite: Option<String>,
     pub(super) version: Option<u64>,
 }
@@ -143,7 +180,28 @@ mod tests {
         let numbers = lengths.map(|length| vec![-f64::MIN_POSITIVE; length]);
         let reply = serde_json::json!({"id": u64::MAX, "log_probs": numbers}).to_string().replace(',', ", ");
         assert!(reply.len() > REPLY_BYTES_MAX && reply.len() <= call.reply_bytes_max(), "{}", reply.len());
+        let call = Call::Step { rollout_id: 0, samples: lengths.map(sample).into(), trained_log_probs: true };
+        let numbers = encode(&vec![f32::NAN; lengths.iter().sum()]);
+        assert!(
+            numbers.len() > REPLY_BYTES_MAX / 6 && numbers.len() + REPLY_BYTES_MAX <= call.reply_bytes_max()
+        );
         let call = Call::Publish { step: 0 };
         assert_eq!(call.reply_bytes_max(), REPLY_BYTES_MAX);
+    }
+
+    #[test]
+    fn log_probs_that_fit_a_batch_come_back_and_others_are_refused() {
+        let one = super::super::Sample { tokens: &[1, 2, 3], prompt_len: 1, ..Default::default() };
+        let two = super::super::Sample { loss_mask: &[0, 1], ..one };
+        let batch = Batch { rollout_id: 0, samples: vec![one, two] };
+        let log_probs = [-1.0, -0.1, f32::NAN, f32::MIN_POSITIVE];
+        let found = decode(&encode(&log_probs), &batch).unwrap();
+        assert_eq!(found.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), log_probs.map(f32::to_bits));
+        let mistaken = [&log_probs[..3], &[-1.0; 4], &[-1.0, f32::NAN, f32::NAN, -1.0], &[-1.0; 5]];
+        let mut texts: Vec<_> = mistaken.into_iter().map(encode).collect();
+        texts.extend(["AAAA", "no base64", ""].map(String::from));
+        for text in texts {
+            assert_eq!(decode(&text, &batch), None, "{text}");
+        }
     }
 }

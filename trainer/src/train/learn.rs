@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use driftless_buffer::{Group, Record};
+use driftless_buffer::learned::Column;
+use driftless_buffer::{Group, Log, Record};
 
 use super::take::Ages;
 use crate::advantage;
@@ -12,18 +13,37 @@ use crate::metrics::{self, StepMetrics, StepStats};
 use crate::options::{Estimator, LearnOptions};
 use crate::rollout::raw_reward;
 
-/// The optimiser step of a rollout: what it was like, and which quantity was not finite, if one was.
+/// The optimiser step of a rollout: what it was like, and which quantity was not finite, if one was. What the learner tells
+/// of the tokens goes into `log`, if one is given.
 pub(super) fn step(
     learner: &mut dyn Learner,
     rollout: u64,
     groups: &[Group],
     ages: &Ages,
     options: &LearnOptions,
+    log: Option<&Log>,
 ) -> Result<(StepStats, Option<String>)> {
-    Ok(match learner.step(&batch(rollout, groups, ages, options))? {
-        Stepped::Done(stats) => (stats, None),
-        Stepped::NotFinite(what) => (StepStats::default(), Some(what)),
-    })
+    let batch = batch(rollout, groups, ages, options);
+    match learner.step(&batch)? {
+        Stepped::Done(stats) => {
+            if let (Some(log), Some(log_probs)) = (log, learner.take_log_probs()) {
+                log.write_learned(rollout, &columns_of(&batch, &log_probs))?;
+            }
+            Ok((stats, None))
+        }
+        Stepped::NotFinite(what) => Ok((StepStats::default(), Some(what))),
+    }
+}
+
+/// The learner's log-probs of all response tokens of a batch, beside those of the engines. A learner that tells too few of
+/// them has none of the last samples.
+fn columns_of<'a>(batch: &Batch<'a>, mut log_probs: &'a [f32]) -> Vec<Column<'a>> {
+    let column = |sample: &Sample<'a>| {
+        let (own, others) = log_probs.split_at_checked(sample.response_len())?;
+        log_probs = others;
+        Some(Column { position: sample.position, log_probs: own, engine_log_probs: sample.log_probs })
+    };
+    batch.samples.iter().map_while(column).collect()
 }
 
 /// The samples of a rollout with their advantages, without the tokens that are too old. Token ids, log-probs and masks are read where they lie in
@@ -140,7 +160,7 @@ fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
 mod tests {
     use super::*;
     use driftless_buffer::sample::Verdict;
-    use driftless_buffer::{Identity, Log, Options, Scalars};
+    use driftless_buffer::{Identity, Options, Scalars};
 
     /// Two answers to a prompt with rewards 1 and 0, the first of which became `parts` samples.
     fn batch_of(parts: u64, options: &LearnOptions) -> Vec<(u64, usize, f32)> {

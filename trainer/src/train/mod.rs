@@ -196,7 +196,8 @@ impl Session<'_> {
         }
         let begin = Instant::now();
         let learn = &self.options.learn;
-        let (stats, not_finite) = learn::step(&mut *self.learner, rollout, &groups, &ages, learn)?;
+        let (stats, not_finite) =
+            learn::step(&mut *self.learner, rollout, &groups, &ages, learn, Some(&self.log))?;
         let skipped = not_finite.is_some();
         not_finite.map_or(Ok(()), |what| self.skip(rollout, what))?;
         fail::fail_point!("train.step");

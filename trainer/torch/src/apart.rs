@@ -11,6 +11,14 @@ const BINS: usize = 37 * BINS_OF_OCTAVE as usize;
 #[derive(Debug, Clone)]
 pub(crate) struct Apart(Vec<f64>);
 
+/// What was compared with engines, of the tokens that some passes trained on.
+#[derive(Debug, Default)]
+pub(crate) struct Compared {
+    pub(crate) apart: Apart,
+    /// The trainer's log-prob of each token, in the order of the passes.
+    pub(crate) log_probs: Vec<f32>,
+}
+
 impl Default for Apart {
     fn default() -> Self {
         Apart(vec![0.0; BINS])

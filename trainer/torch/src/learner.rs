@@ -18,7 +18,7 @@ use crate::checkpoint;
 use crate::config::Config;
 use crate::critic::Critic;
 use crate::error::{Error, Result, input, io};
-use crate::learn;
+use crate::learn::{self, Learned};
 use crate::lent::Lender;
 use crate::libtorch;
 use crate::models::Model;
@@ -75,6 +75,8 @@ pub struct TorchLearner {
     loaded: Option<Loaded>,
     /// Present once the loop has asked for a codec, where there is one: weights are published from the device.
     lender: Option<Lender>,
+    /// Of the last step, until they are asked for.
+    log_probs: Option<Vec<f32>>,
 }
 
 /// What this process is to the others.
@@ -97,7 +99,13 @@ impl TorchLearner {
     /// Makes ready to train; [`Learner::load`] reads the model.
     #[must_use]
     pub fn new(options: TorchOptions) -> Self {
-        TorchLearner { options, role: Role::First(Others::default()), loaded: None, lender: None }
+        TorchLearner {
+            options,
+            role: Role::First(Others::default()),
+            loaded: None,
+            lender: None,
+            log_probs: None,
+        }
     }
 
     /// Opens the model, with the other ranks if there are any.
@@ -271,9 +279,9 @@ impl TorchLearner {
         let learned = learn::learn_within_memory(policy, critic.as_mut(), batch, &mut options, temperature);
         let mfu = mfu(policy, batch, begin.elapsed());
         self.options.learn = options;
-        let mut stats = learned?;
-        stats.mfu = mfu;
-        Ok(stats)
+        let Learned { stats, log_probs } = learned?;
+        self.log_probs = log_probs.filter(|_| matches!(self.role, Role::First(_)));
+        Ok(StepStats { mfu, ..stats })
     }
 
     /// Writes a training checkpoint; of several ranks the first does, from all.
@@ -362,6 +370,10 @@ impl Learner for TorchLearner {
                 Err(error) => Err(error),
             },
         )
+    }
+
+    fn take_log_probs(&mut self) -> Option<Vec<f32>> {
+        self.log_probs.take()
     }
 
     fn snapshot(&mut self, _step: u64) -> LoopResult<Weights> {

@@ -4,7 +4,7 @@ use driftless_trainer::metrics::StepStats;
 use driftless_trainer::options::LearnOptions;
 use tch::{Kind, Tensor};
 
-use crate::apart::Apart;
+use crate::apart::Compared;
 use crate::batch::Batch;
 use crate::error::{Result, input};
 use crate::head::{Chosen, Entropy, default_rows};
@@ -22,7 +22,7 @@ pub struct Policy {
     teacher: Option<Model>,
     chunk: Option<usize>,
     /// Of the tokens trained on since it was taken.
-    apart: Apart,
+    compared: Compared,
 }
 
 impl Policy {
@@ -36,8 +36,8 @@ impl Policy {
     }
 
     pub(crate) fn of(trained: Trained) -> Policy {
-        let apart = Apart::default();
-        Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None, apart }
+        let compared = Compared::default();
+        Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None, compared }
     }
 
     /// The same with activations computed again on the way back (`--recompute-granularity full`): a tenth of
@@ -211,12 +211,12 @@ impl Policy {
             Ok(loss)
         })?;
         self.trained.backward(pass, batch, &gradient)?;
-        add(stats, &mut self.apart, &seen)
+        add(stats, &mut self.compared, &seen, &batch.rollout_log_probs)
     }
 
-    /// How far the tokens were apart that were trained on since the last call.
-    pub(crate) fn take_apart(&mut self) -> Apart {
-        std::mem::take(&mut self.apart)
+    /// What was compared of the tokens that were trained on since the last call.
+    pub(crate) fn take_compared(&mut self) -> Compared {
+        std::mem::take(&mut self.compared)
     }
 
     /// Log-probs `[M]` of a batch's trained tokens under the current weights, without gradients.
@@ -259,8 +259,13 @@ impl Policy {
     }
 }
 
-/// Adds what the chunks of a micro-batch were like.
-fn add(stats: &mut StepStats, apart: &mut Apart, chunks: &[PolicyTerms]) -> Result<()> {
+/// Adds what the chunks of a micro-batch were like, whose tokens had these log-probs `[M]` when they were sampled.
+fn add(
+    stats: &mut StepStats,
+    compared: &mut Compared,
+    chunks: &[PolicyTerms],
+    rollout_log_probs: &Tensor,
+) -> Result<()> {
     let stacked = |of: fn(&PolicyTerms) -> &Tensor| {
         let chunks = chunks.iter().map(|terms| of(terms).f_detach()).collect::<Result<Vec<_>, _>>()?;
         Tensor::f_stack(&chunks, 0)
@@ -279,10 +284,12 @@ fn add(stats: &mut StepStats, apart: &mut Apart, chunks: &[PolicyTerms]) -> Resu
     stats.tis_clipfrac += tis;
     stats.rs_clipfrac += rejected;
     stats.opsm_clipfrac += opsm;
-    let chunks: Vec<&Tensor> = chunks.iter().map(|terms| &terms.apart).collect();
-    let differences: Vec<f32> = Vec::try_from(Tensor::f_cat(&chunks, 0)?)?;
+    let chunks: Vec<&Tensor> = chunks.iter().map(|terms| &terms.compared).collect();
+    let log_probs = Tensor::f_cat(&chunks, 0)?;
+    let differences: Vec<f32> = Vec::try_from(log_probs.f_sub(rollout_log_probs)?.f_abs()?)?;
     let furthest = differences.iter().fold(0.0_f32, |furthest, difference| furthest.max(*difference));
     stats.log_prob_diff_max = stats.log_prob_diff_max.max(f64::from(furthest));
-    apart.add(&differences);
+    compared.apart.add(&differences);
+    compared.log_probs.extend(Vec::<f32>::try_from(log_probs)?);
     Ok(())
 }

@@ -3,6 +3,7 @@ predicted, never read."""
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from .. import RolloutReader
 from .. import Sample as Record
-from ._ranks import Refused
+from ._ranks import Ranks, Refused
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,32 @@ class Batch:
     rollout_log_probs: torch.Tensor
     advantages: torch.Tensor
     old_log_probs: torch.Tensor | None = None
+
+
+class LogProbs:
+    """Log-probs of the trained tokens of some samples, as batches of all ranks compute them."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self._trained = [torch.from_numpy(sample.trained) for sample in samples]
+        self._values = [torch.zeros(len(trained), dtype=torch.float64) for trained in self._trained]
+
+    def put(self, order: list[int], log_probs: torch.Tensor) -> None:
+        """Takes those ``[m]`` of the samples that ``order`` numbers."""
+        parts = log_probs.detach().double().cpu().split([int(self._trained[index].sum()) for index in order])
+        for index, part in zip(order, parts, strict=True):
+            self._values[index][self._trained[index]] = part
+
+    def rows(self, ranks: Ranks) -> list[list[float]]:
+        """A number for each response token of each sample, 0 where it is not trained on."""
+        return [values.tolist() for values in self._sum(ranks).split([len(values) for values in self._values])]
+
+    def text(self, ranks: Ranks) -> str:
+        """Base64 of a little-endian f32 for each response token, sample after sample; NaN where it is not trained on."""
+        values = self._sum(ranks).masked_fill(~torch.cat([torch.zeros(0, dtype=torch.bool), *self._trained]), torch.nan)
+        return base64.b64encode(values.numpy().astype("<f4").tobytes()).decode()
+
+    def _sum(self, ranks: Ranks) -> torch.Tensor:
+        return ranks.sum(torch.cat([torch.zeros(0, dtype=torch.float64), *self._values]))
 
 
 def read(log: RolloutReader, given: Any, vocabulary: int, *, whole: bool = False) -> list[Sample]:

@@ -12,7 +12,7 @@ import torch
 
 from .. import Publisher, RolloutReader
 from . import _checkpoint
-from ._batch import Batch, Sample, micro_batches, pack, read, steps, token_weights
+from ._batch import Batch, LogProbs, Sample, micro_batches, pack, read, steps, token_weights
 from ._layout import Layout
 from ._loss import WATCHED, policy_loss
 from ._model import Model
@@ -105,28 +105,32 @@ class Learner:
         """The optimiser steps on a rollout. Log-probs of the old policy are those before the first of several."""
         options = self._options
         samples = self._ranks.together(lambda: read(self._log, call.get("samples"), self._model.vocabulary))
-        planned = []
+        planned, told = [], LogProbs(samples)
         for order in steps([sample.rollout_id for sample in samples], options.global_batch_size):
             some = [samples[index] for index in order]
-            planned.append(self._batches(some, token_weights(some, options.calculate_per_token_loss)))
+            planned.append((order, self._batches(some, token_weights(some, options.calculate_per_token_loss))))
         if len(planned) > 1 and not options.use_rollout_logprobs:
             with torch.no_grad():
                 look = lambda batch: replace(batch, old_log_probs=self._model.log_probs(batch)[0])
-                planned = [[(look(batch), own) for batch, own in batches] for batches in planned]
+                planned = [(order, [(look(batch), own) for batch, own in batches]) for order, batches in planned]
         sums, apart, lr = torch.zeros(len(FIGURES), dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0.0
-        for number, batches in enumerate(planned, 1):
-            figures, apart_now, lr_now, problem = self._optimise(batches)
+        for number, (order, batches) in enumerate(planned, 1):
+            figures, apart_now, lr_now, problem = self._optimise(order, batches, told)
             if problem is not None:
                 return {"not_finite": problem if len(planned) == 1 else f"step {number} of {len(planned)}: {problem}"}
             sums, apart, lr = sums + figures / len(planned), torch.maximum(apart, apart_now), max(lr, lr_now)
         p99, furthest = apart.tolist()
         stats = {**dict(zip(FIGURES, sums.tolist(), strict=True)), "lr": lr}
         stats |= {"log_prob_diff_p99": p99, "log_prob_diff_max": furthest}
-        return {"stats": {name: value for name, value in stats.items() if math.isfinite(value)}}
+        reply = {"stats": {name: value for name, value in stats.items() if math.isfinite(value)}}
+        # An earlier loop does not read a line that is so long.
+        return {**reply, "trained_log_probs": told.text(self._ranks)} if call.get("trained_log_probs") else reply
 
-    def _optimise(self, batches: list[tuple[Batch, bool]]) -> tuple[torch.Tensor, torch.Tensor, float, str | None]:
-        """One optimiser step: its ``FIGURES``, which difference 99 % are below and the largest (of the rank where it is
-        largest), the learning rate, and what was not finite."""
+    def _optimise(
+        self, order: list[int], batches: list[tuple[Batch, bool]], told: LogProbs
+    ) -> tuple[torch.Tensor, torch.Tensor, float, str | None]:
+        """One optimiser step on the samples that ``order`` numbers: its ``FIGURES``, which difference 99 % are below and the
+        largest (of the rank where it is largest), the learning rate, and what was not finite. ``told`` gets the log-probs."""
         options, ranks, optimizer = self._options, self._ranks, self._optimizer
         sums = torch.zeros(1 + len(WATCHED), dtype=torch.float64)
         apart: list[torch.Tensor] = []
@@ -143,6 +147,7 @@ class Learner:
             if own:
                 sums += torch.cat([terms.loss.detach().reshape(1), terms.sums]).cpu()
                 apart.append(terms.apart.cpu())
+                told.put([order[index] for index in batch.order], terms.compared)
         sums, norm, lr = ranks.sum(sums), optimizer.grad_norm(), options.lr_at(optimizer.steps)
         for what, value in (("loss", sums[0].item()), ("gradient norm", norm)):
             if not math.isfinite(value):
@@ -156,15 +161,12 @@ class Learner:
     def _log_probs(self, call: dict[str, Any]) -> dict[str, Any]:
         # Of all response tokens, those that are not trained on included.
         samples = self._ranks.together(lambda: read(self._log, call.get("samples"), self._model.vocabulary, whole=True))
-        starts = torch.tensor([0, *(len(sample.trained) for sample in samples)]).cumsum(0).tolist()
-        found = torch.zeros(starts[-1], dtype=torch.float64)
+        told = LogProbs(samples)
         for batch, own in self._batches(samples, [1.0] * len(samples)):
             new, _ = self._model.log_probs(batch)
-            parts = new.double().cpu().split([len(samples[index].trained) for index in batch.order])
-            for index, part in zip(batch.order if own else (), parts):
-                found[starts[index] : starts[index + 1]] = part
-        values = self._ranks.sum(found).tolist()
-        return {"log_probs": [values[first:end] for first, end in zip(starts, starts[1:])]}
+            if own:
+                told.put(batch.order, new)
+        return {"log_probs": told.rows(self._ranks)}
 
     def _publish(self, call: dict[str, Any]) -> dict[str, Any]:
         hello, ranks = self._hello, self._ranks

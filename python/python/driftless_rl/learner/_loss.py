@@ -32,11 +32,13 @@ class Terms:
     Attributes:
         loss: f64 scalar that carries gradients: the weighted sum over tokens.
         sums: f64 ``[9]``, weighted as the loss is, in the order of ``WATCHED``.
-        apart: f32 ``[m]``: |trainer's - engine's log-prob|.
+        compared: f32 ``[m]``: the trainer's log-prob that is compared with the engine's.
+        apart: f32 ``[m]``: how far it is from that.
     """
 
     loss: torch.Tensor
     sums: torch.Tensor
+    compared: torch.Tensor
     apart: torch.Tensor
 
 
@@ -64,7 +66,8 @@ def policy_loss(
     old = now if batch.old_log_probs is None else batch.old_log_probs
     if options.use_rollout_logprobs:
         old = batch.rollout_log_probs
-    behind = (now if options.use_rollout_logprobs else old) - batch.rollout_log_probs
+    compared = now if options.use_rollout_logprobs else old
+    behind = compared - batch.rollout_log_probs
     sample = _of_samples(new, old, behind, batch) if options.compares_samples else None
     ratio_log = _bounded(sample.ratio if options.surrogate == "sequence" else new - old)
     losses, clipped = _surrogate(new, ratio_log, batch.advantages, options)
@@ -90,7 +93,7 @@ def policy_loss(
     watched = (clipped, -ratio_log, behind.abs(), _k3(_bounded(behind).neg()), entropy, kl_term, tis_clipped, rejected, far)
     with torch.no_grad():
         sums = torch.stack([(column * batch.weights).sum(dtype=torch.float64) for column in watched])
-    return Terms((losses * batch.weights).sum(dtype=torch.float64), sums, behind.abs().detach())
+    return Terms((losses * batch.weights).sum(dtype=torch.float64), sums, compared, behind.abs())
 
 
 def _of_samples(new: torch.Tensor, old: torch.Tensor, behind: torch.Tensor, batch: Batch) -> _Sample:

@@ -10,6 +10,7 @@ use driftless_trainer::metrics::StepStats;
 use driftless_trainer::options::{CriticOptions, LearnOptions};
 use tch::{Kind, Tensor};
 
+use crate::apart::Compared;
 use crate::batch::{Batch, Reduction, micro_batches, steps, token_weights};
 use crate::critic::Critic;
 use crate::error::{Error, Result, input};
@@ -42,6 +43,14 @@ struct Known {
     values: Vec<f32>,
 }
 
+/// What came of a rollout.
+#[derive(Debug)]
+pub(crate) struct Learned {
+    pub(crate) stats: StepStats,
+    /// [`learner::Learner::take_log_probs`].
+    pub(crate) log_probs: Option<Vec<f32>>,
+}
+
 /// Learns from a rollout, in one optimiser step or several. Log-probs are those at `temperature`. Of several ranks
 /// each learns from its share of every step, and all return the figures of the whole.
 ///
@@ -54,9 +63,9 @@ pub(crate) fn learn(
     batch: &learner::Batch<'_>,
     options: &LearnOptions,
     temperature: f64,
-) -> Result<StepStats> {
+) -> Result<Learned> {
     // Of a rollout that was not learned from to its end.
-    policy.take_apart();
+    policy.take_compared();
     let mut rollout = Rollout::cut(policy, &batch.samples, options, temperature)?;
     let mut stats = StepStats::default();
     rollout.look_back(policy)?;
@@ -74,7 +83,8 @@ pub(crate) fn learn(
         }
     }
     let waits = |critic: &CriticOptions| batch.rollout_id < critic.num_critic_only_steps;
-    if !options.critic().is_some_and(waits) {
+    let is_due = !options.critic().is_some_and(waits);
+    if is_due {
         rollout.descend(policy, &mut stats)?;
         let next = batch.rollout_id + 1;
         if options.ref_update_interval.is_some_and(|interval| next.is_multiple_of(interval)) {
@@ -85,10 +95,11 @@ pub(crate) fn learn(
     policy.optimizer().sum(&mut sums)?;
     stats.sums().into_iter().zip(sums).for_each(|(own, all)| *own = all);
     stats.log_prob_diff_max = policy.optimizer().largest(stats.log_prob_diff_max)?;
-    let mut apart = policy.take_apart();
+    let Compared { mut apart, log_probs } = policy.take_compared();
     policy.optimizer().sum(apart.counts())?;
     stats.log_prob_diff_p99 = apart.p99().min(stats.log_prob_diff_max);
-    Ok(stats)
+    let log_probs = is_due.then(|| rollout.in_order(&log_probs, policy.optimizer())).transpose()?;
+    Ok(Learned { stats, log_probs })
 }
 
 /// [`learn`], and once more in passes of half as many tokens if the device's memory did not suffice before the first
@@ -99,7 +110,7 @@ pub(crate) fn learn_within_memory(
     batch: &learner::Batch<'_>,
     options: &mut LearnOptions,
     temperature: f64,
-) -> Result<StepStats> {
+) -> Result<Learned> {
     let steps = |policy: &Policy, critic: Option<&Critic>| {
         (policy.optimizer().steps(), critic.map(|critic| critic.trained.optimizer.steps()))
     };
@@ -256,6 +267,29 @@ impl<'a> Rollout<'a> {
         Ok(())
     }
 
+    /// Log-probs of this rank's trained tokens, in the order of the passes, as those of all ranks in the order of the
+    /// samples: one for each response token, NaN where it is not trained on.
+    fn in_order(&mut self, log_probs: &[f32], optimizer: &AdamW) -> Result<Vec<f32>> {
+        let samples = self.samples;
+        let mut starts = vec![0];
+        starts.extend(samples.iter().scan(0, |end, sample| {
+            *end += sample.response_len();
+            Some(*end)
+        }));
+        let mut all = vec![0.0; starts[samples.len()]];
+        let mut values = log_probs.iter();
+        for (chosen, _) in self.batches() {
+            for &index in chosen {
+                let places = (starts[index]..starts[index + 1]).zip(trained(&samples[index]));
+                let places = places.filter(|(_, is_trained)| *is_trained);
+                places.zip(values.by_ref()).for_each(|((place, _), value)| all[place] = f64::from(*value));
+            }
+        }
+        optimizer.sum(&mut all)?;
+        let trained = samples.iter().flat_map(trained);
+        Ok(all.iter().zip(trained).map(|(value, is)| if is { *value as f32 } else { f32::NAN }).collect())
+    }
+
     /// The policy's steps.
     fn descend(&self, policy: &mut Policy, stats: &mut StepStats) -> Result<()> {
         for step in &self.steps {
@@ -265,6 +299,11 @@ impl<'a> Rollout<'a> {
         }
         Ok(())
     }
+}
+
+/// Of each response token, whether it is trained on.
+fn trained<'a>(sample: &'a Sample<'_>) -> impl Iterator<Item = bool> + use<'a> {
+    (0..sample.response_len()).map(|place| sample.is_trained(place))
 }
 
 /// As [`advantage::normalize`] over the tokens of all ranks; `add_up` makes sums of all of this rank's.

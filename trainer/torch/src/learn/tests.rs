@@ -123,7 +123,7 @@ fn with_memory(
     let learned =
         learn_within_memory(&mut policy, None, &rollout(whole(&generations)), &mut options, TEMPERATURE);
     MEMORY.set(usize::MAX);
-    (learned, weights(&policy), options)
+    (learned.map(|learned| learned.stats), weights(&policy), options)
 }
 
 #[test]
@@ -178,7 +178,8 @@ fn split_rollouts_have_the_same_loss_and_gradients() {
                 Policy::new(model(7), Kind::Float, adamw).unwrap().with_reference(model(8), false).unwrap();
             let before = weights(&policy);
             let options = options.clone().with_lr(EPS);
-            let stats = learn(&mut policy, None, &rollout(samples), &options, TEMPERATURE).unwrap();
+            let Learned { stats, .. } =
+                learn(&mut policy, None, &rollout(samples), &options, TEMPERATURE).unwrap();
             let moved = before.iter().zip(weights(&policy)).map(|(before, after)| before - after);
             (stats, moved.collect::<Vec<_>>())
         };
@@ -207,9 +208,11 @@ fn steps_under_engine_log_probs_equal_as_many_rollouts() {
     let options = options().with_use_rollout_logprobs(true);
     let (mut at_once, mut apart) = (policy(), policy());
     let steps = options.clone().with_global_batch_size(2);
-    let stats = learn(&mut at_once, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
-    let halves = [0..2, 2..4]
-        .map(|half| learn(&mut apart, None, &rollout(all[half].to_vec()), &options, TEMPERATURE).unwrap());
+    let Learned { stats, .. } =
+        learn(&mut at_once, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
+    let halves = [0..2, 2..4].map(|half| {
+        learn(&mut apart, None, &rollout(all[half].to_vec()), &options, TEMPERATURE).unwrap().stats
+    });
     assert_eq!(weights(&at_once), weights(&apart));
     assert_eq!(at_once.optimizer().steps(), 2);
     assert!((stats.loss - (halves[0].loss + halves[1].loss) / 2.0).abs() < 1e-12);
@@ -222,7 +225,7 @@ fn old_policy_is_the_one_before_the_first_step() {
     let all = whole(&generations);
     let (mut found, mut by_hand) = (policy(), policy());
     let steps = options().with_global_batch_size(2).with_lr(1e-2);
-    let stats = learn(&mut found, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
+    let Learned { stats, .. } = learn(&mut found, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
 
     let [mut first, mut second] =
         [0..2, 2..4].map(|half| pack(by_hand.model(), &all[half], &steps).unwrap().batches);
@@ -234,6 +237,46 @@ fn old_policy_is_the_one_before_the_first_step() {
     assert_eq!(weights(&found), weights(&by_hand));
     assert!(first.ppo_kl.abs() < 1e-9 && second.ppo_kl.abs() > 1e-5, "{} {}", first.ppo_kl, second.ppo_kl);
     assert!((stats.ppo_kl - second.ppo_kl / 2.0).abs() < 1e-9);
+}
+
+/// Log-probs of all response tokens under the current weights, sample by sample; NaN where a token is not trained on.
+fn said(policy: &Policy, samples: &[learner::Sample<'_>], options: &LearnOptions) -> Vec<f32> {
+    let of = |sample: &learner::Sample<'_>| {
+        let alone = pack(policy.model(), &[*sample], options).unwrap();
+        let known = Vec::<f32>::try_from(policy.log_probs(&alone.batches[0], TEMPERATURE).unwrap()).unwrap();
+        let mut known = known.into_iter();
+        let of_token = |place| if sample.is_trained(place) { known.next().unwrap() } else { f32::NAN };
+        (0..sample.response_len()).map(of_token).collect::<Vec<_>>()
+    };
+    samples.iter().flat_map(of).collect()
+}
+
+#[test]
+fn log_probs_of_a_step_are_those_before_it_sample_by_sample() {
+    let generations = generations();
+    let mut all = whole(&generations);
+    all[1].stale = 3;
+    let small = options().with_lr(1e-2).with_max_tokens_per_gpu(24);
+    let halves = small.clone().with_global_batch_size(2);
+    let cases = [(small, 4), (halves.clone(), 4), (halves.with_use_rollout_logprobs(true), 2)];
+    for (options, before_the_first) in cases {
+        let mut policy = policy();
+        let expected = said(&policy, &all[..before_the_first], &options);
+        let learned = learn(&mut policy, None, &rollout(all.clone()), &options, TEMPERATURE).unwrap();
+        let found = learned.log_probs.unwrap();
+        assert_eq!(found.len(), all.iter().map(learner::Sample::response_len).sum::<usize>());
+        for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let same = if expected.is_nan() { found.is_nan() } else { (found - expected).abs() < 1e-5 };
+            assert!(same, "token {at}: {found} {expected}, {options:?}");
+        }
+        let after = said(&policy, &all, &options);
+        let moved = found.iter().zip(&after).any(|(before, after)| (before - after).abs() > 1e-4);
+        assert!(moved, "the step moves them: {options:?}");
+        let engine = all.iter().flat_map(|sample| sample.log_probs);
+        let apart = found.iter().zip(engine).map(|(own, engine)| (own - engine).abs());
+        let furthest = f64::from(apart.filter(|apart| !apart.is_nan()).fold(0.0_f32, f32::max));
+        assert!((furthest - learned.stats.log_prob_diff_max).abs() < 1e-5, "{furthest}, {options:?}");
+    }
 }
 
 #[test]
@@ -319,7 +362,7 @@ fn teacher_in_the_log_is_the_teacher_that_is_loaded() {
     }
     let (mut from_log, mut loaded) = (policy(), policy().with_teacher(model(9)).unwrap());
     let learned = |policy: &mut Policy| {
-        learn(policy, None, &rollout(whole(&generations)), &options, TEMPERATURE).unwrap()
+        learn(policy, None, &rollout(whole(&generations)), &options, TEMPERATURE).unwrap().stats
     };
     let (of_log, of_model) = (learned(&mut from_log), learned(&mut loaded));
     assert!((of_log.opd_reverse_kl - of_model.opd_reverse_kl).abs() < 1e-6);
@@ -366,14 +409,16 @@ fn critic_learns_values_while_the_policy_waits() {
     let mut losses = Vec::new();
     for rollout_id in 0..30 {
         let batch = learner::Batch { rollout_id, samples: all.clone() };
-        losses.push(learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap().value_loss);
+        let learned = learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap();
+        assert_eq!(learned.log_probs, None, "the policy said nothing");
+        losses.push(learned.stats.value_loss);
     }
     // λ is 1: every return is the reward.
     assert!((losses[0] - 0.25).abs() < 1e-6 && losses[29] < 0.01, "{losses:?}");
     assert!(values(&mut critic, &all, &options).iter().all(|value| (value - 0.5).abs() < 0.2));
     assert_eq!((weights(&policy), policy.optimizer().steps()), (before.clone(), 0));
     let batch = learner::Batch { rollout_id: 30, samples: all };
-    let stats = learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap();
+    let Learned { stats, .. } = learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap();
     assert!(stats.grad_norm > 0.0 && stats.critic_grad_norm > 0.0);
     assert_ne!(weights(&policy), before);
 }
@@ -400,10 +445,8 @@ fn critic_that_is_written_is_one_that_is_loaded() {
     assert!(matches!(refused, Err(crate::Error::Family { .. })));
 }
 
-/// What some steps on these generations came to: the figures of each, and the weights after them.
-type Learned = (Vec<StepStats>, Vec<f32>);
-
-fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> Learned {
+/// What some steps on these generations came to, and the weights after them.
+fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> (Vec<Learned>, Vec<f32>) {
     let generations = generations();
     // Sums in another order differ in the last bits; where there is next to no gradient, division by its own size
     // would make a step of them.
@@ -418,8 +461,8 @@ fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> Learned {
     });
     let step =
         |_| learn(&mut policy, taught.as_mut(), &rollout(whole(&generations)), options, TEMPERATURE).unwrap();
-    let stats = (0..2).map(step).collect();
-    (stats, weights(&policy))
+    let steps = (0..2).map(step).collect();
+    (steps, weights(&policy))
 }
 
 #[test]
@@ -439,10 +482,14 @@ fn ranks_learn_what_one_does() {
                 let ranks: Ranks = Arc::new(Mutex::new(star));
                 learned(&options, Some(&ranks))
             });
-            for (stats, own) in found {
+            for (steps, own) in found {
                 let apart = own.iter().zip(&weights).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 assert!(apart < 1e-6, "{ranks} ranks: weights {apart} apart, {options:?}");
-                for (mut found, mut expected) in stats.into_iter().zip(expected.iter().copied()) {
+                for (found, expected) in steps.into_iter().zip(&expected) {
+                    let pairs = found.log_probs.unwrap().into_iter().zip(expected.log_probs.clone().unwrap());
+                    let same = |(a, b): (f32, f32)| (a.is_nan() && b.is_nan()) || (a - b).abs() < 1e-5;
+                    assert!(pairs.into_iter().all(same), "{ranks} ranks: other log-probs, {options:?}");
+                    let (mut found, mut expected) = (found.stats, expected.stats);
                     let norms = (found.grad_norm / expected.grad_norm - 1.0).abs();
                     assert!(norms < 1e-5, "{ranks} ranks: gradient norms {norms} apart");
                     let furthest = (found.log_prob_diff_max - expected.log_prob_diff_max).abs();

@@ -69,8 +69,8 @@ pub struct PolicyTerms {
     pub loss: Tensor,
     /// f64 sums over tokens, weighted as the loss is, in the order of [`Watched`].
     pub(crate) sums: Tensor,
-    /// |trainer's − engine's log-prob| of each token.
-    pub(crate) apart: Tensor,
+    /// The trainer's log-prob of each token that is compared with the engine's.
+    pub(crate) compared: Tensor,
 }
 
 /// What a sum of [`PolicyTerms`] is of.
@@ -145,7 +145,8 @@ pub fn policy_loss(
         _ => new.f_sub(old)?,
     })?;
     let Surrogate { losses, clipped } = surrogate(new, &log_ratio, tokens, options)?;
-    let behind = if options.use_rollout_logprobs { &now } else { old }.f_sub(&tokens.rollout_log_probs)?;
+    let compared = if options.use_rollout_logprobs { &now } else { old };
+    let behind = compared.f_sub(&tokens.rollout_log_probs)?;
     let zero = now.f_zeros_like()?;
     let (mut losses, [tis_clipped, rejected, opsm_clipped]) = corrected(losses, &behind, tokens, options)?;
     let mut kl_loss = zero.shallow_clone();
@@ -176,7 +177,7 @@ pub fn policy_loss(
             sum(&rejected)?,
             sum(&opsm_clipped)?,
         ];
-        Ok(PolicyTerms { loss, sums: Tensor::f_stack(&sums, 0)?, apart: behind.f_abs()? })
+        Ok(PolicyTerms { loss, sums: Tensor::f_stack(&sums, 0)?, compared: compared.shallow_clone() })
     })
 }
 
