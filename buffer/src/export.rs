@@ -16,6 +16,7 @@ use arrow_schema::{ArrowError, DataType, Field, Schema};
 use parquet::arrow::ArrowWriter;
 
 use crate::error::{Error, Result};
+use crate::learned::Finder;
 use crate::position::hex;
 use crate::position::{Identity, Position};
 use crate::reader::Reader;
@@ -96,7 +97,8 @@ pub fn export_parquet(
 pub struct Exported {
     /// Records.
     pub records: u64,
-    /// Damaged records, which were left out; [`crate::check::verify`] says where.
+    /// Damaged records, which were left out ([`crate::check::verify`] says where), and damaged columns of
+    /// [`Reader::learned`], which records were written without.
     pub damaged: u64,
 }
 
@@ -111,7 +113,8 @@ fn batches(
     texts: TextColumns<'_>,
     mut write: impl FnMut(RecordBatch) -> Result<()>,
 ) -> Result<Exported> {
-    let mut exported = Exported::default();
+    let (mut learned, damaged) = Finder::of(reader)?;
+    let mut exported = Exported { records: 0, damaged };
     let (mut rows, mut bytes) = (Rows::default(), 0);
     let mut records = reader.iter(positions.start);
     while let Some(record) = records.next() {
@@ -128,6 +131,13 @@ fn batches(
         };
         exported.records += 1;
         let made = (texts.of)(&record);
+        rows.learned.push(match learned.log_probs(reader, record.position()) {
+            Err(Error::Damaged { .. }) => {
+                exported.damaged += 1;
+                None
+            }
+            found => found?,
+        });
         bytes += record.log_bytes() + made.iter().flatten().map(String::len).sum::<usize>();
         rows.records.push(record);
         rows.texts.push(made);
@@ -142,10 +152,11 @@ fn batches(
     Ok(exported)
 }
 
-/// Records of one batch, and the texts of each.
+/// Records of one batch, with what was learned from each, and its texts.
 #[derive(Default)]
 struct Rows {
     records: Vec<Record>,
+    learned: Vec<Option<Vec<f32>>>,
     texts: Vec<Vec<Option<String>>>,
 }
 
@@ -156,6 +167,8 @@ impl Rows {
         let texts = (0..names.len()).map(|at| Arc::new(text(at).collect::<StringArray>()) as ArrayRef);
         let mut fields: Vec<Field> =
             own.iter().map(|(name, column)| Field::new(*name, column.data_type().clone(), false)).collect();
+        let learned = self.learned();
+        fields.push(Field::new("learner_log_probs", learned.data_type().clone(), true));
         fields.extend(names.iter().map(|name| Field::new(*name, DataType::Utf8, true)));
         let metadata = identity.map(|identity| {
             HashMap::from([
@@ -165,8 +178,19 @@ impl Rows {
             ])
         });
         let schema = Schema::new(fields).with_metadata(metadata.unwrap_or_default());
-        let columns = own.into_iter().map(|(_, column)| column).chain(texts).collect();
+        let own = own.into_iter().map(|(_, column)| column);
+        let columns = own.chain([learned]).chain(texts).collect();
         RecordBatch::try_new(Arc::new(schema), columns).map_err(failed("Arrow"))
+    }
+
+    /// The learner's log-probs of each record, NaN where a token was not trained on; null where no step learned from it.
+    fn learned(&self) -> ArrayRef {
+        let mut lists = ListBuilder::new(Float32Builder::default());
+        for log_probs in &self.learned {
+            lists.values().append_slice(log_probs.as_deref().unwrap_or_default());
+            lists.append(log_probs.is_some());
+        }
+        Arc::new(lists.finish())
     }
 
     /// The log's own columns, by name.

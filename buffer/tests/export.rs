@@ -10,10 +10,14 @@ use arrow_array::types::{Float32Type, Int32Type, UInt8Type, UInt16Type, UInt32Ty
 use arrow_array::{Array, RecordBatch};
 use arrow_schema::Schema;
 use driftless_buffer::export::{Exported, TextColumns, export_arrow, export_parquet};
+use driftless_buffer::learned::Column;
 use driftless_buffer::sample::{ColumnId, Element};
 use driftless_buffer::{Kind, Log, Position, PromptState, Sample, Scalars};
 use driftless_testkit::log::{Owned, options, sample};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+
+/// What the learner said of samples 3 and 4.
+const LEARNED: [f32; 2] = [-0.5, -1.5];
 
 /// 30 samples and a prompt with a wide column.
 fn log(dir: &std::path::Path) -> Vec<Owned> {
@@ -27,6 +31,10 @@ fn log(dir: &std::path::Path) -> Vec<Owned> {
     let prompt =
         Sample { kind: Kind::Prompt, scalars, prompt_len: 2, tokens: &[1, 2], extra, ..Sample::default() };
     log.append(&prompt).unwrap().wait().unwrap();
+    for step in 0..2 {
+        let learned = [Column { position: Position(3 + step), log_probs: &LEARNED, engine_log_probs: &[] }];
+        log.write_learned(step, &learned).unwrap();
+    }
     log.close().unwrap();
     owned
 }
@@ -57,6 +65,10 @@ fn check(schema: &Schema, batches: &[RecordBatch], owned: &[Owned]) {
         assert_eq!(column("engine").as_string::<i32>().value(row), "engine");
         assert_eq!(column("metadata").as_binary::<i32>().value(row), owned.metadata);
     }
+    let learned = column("learner_log_probs").as_list::<i32>();
+    let known: Vec<usize> = (0..learned.len()).filter(|row| learned.is_valid(*row)).collect();
+    assert_eq!(known, [3, 4], "the samples that a step learned from");
+    assert_eq!(learned.value(4).as_primitive::<Float32Type>().values(), &LEARNED[..]);
     let last = owned.len();
     assert_eq!(column("kind").as_string::<i32>().value(last), "prompt");
     assert_eq!(column("status").as_string::<i32>().value(last), "in_flight");

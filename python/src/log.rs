@@ -175,6 +175,17 @@ impl LogReader {
         Ok(work::run(py, &stop, wait)?.map_err(buffer)?.0)
     }
 
+    /// Position of each sample that a step learned from, and the learner's log-probs of its response tokens.
+    fn learned(&self, py: Python<'_>, step: u64) -> PyResult<Vec<(u64, Vec<f32>)>> {
+        let reader = self.held.get()?;
+        let read = || -> LogResult<Vec<(u64, Vec<f32>)>> {
+            let Some(learned) = reader.learned(step)? else { return Ok(Vec::new()) };
+            let column = |at: Position| Ok((at.0, learned.log_probs(at)?.unwrap_or_default()));
+            learned.rows().iter().map(|row| column(row.position)).collect()
+        };
+        py.detach(read).map_err(buffer)
+    }
+
     /// The groups of `samples` finished samples.
     fn groups(
         &self,

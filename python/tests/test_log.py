@@ -1,6 +1,7 @@
 """The rollout log: durable records, read where they lie."""
 
 import gc
+import struct
 import subprocess
 import sys
 import threading
@@ -41,6 +42,33 @@ def test_samples_come_back_as_they_were_appended(tmp_path):
         assert found.rewards.tolist() == [] and found.rewards.dtype == np.float32
         assert log.get(position + 1) is None and log.end == position + 1
         log.close()
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_what_a_step_learned_is_read_as_the_format_says(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        position = log.append(**sample(7, tokens=4))
+        assert log.learned(3) == {}
+        values = np.array([-0.5, np.nan], "<f4").tobytes()
+        row = struct.pack("<QQIfI4x", position, 96, 2, 0.5, crc32c(values))
+        head = struct.pack("<8sIIQQQI16x", b"dlrlearn", 1, 0, 3, 1, position, crc32c(row))
+        path = tmp_path / "learned" / f"{3:020}.columns"
+        path.parent.mkdir()
+        path.write_bytes(head + struct.pack("<I", crc32c(head)) + row + values)
+        (found,) = log.learned(3).items()
+        assert found[0] == position and found[1].dtype == np.float32
+        assert found[1] == pytest.approx([-0.5, np.nan], nan_ok=True)
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(driftless_rl.RefusedError, match="columns"):
+            driftless_rl.RolloutReader(tmp_path).learned(3)
 
 
 def test_groups_are_given_once_each_as_they_become_complete(tmp_path):

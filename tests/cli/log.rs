@@ -1,6 +1,7 @@
 //! `driftless log`, on logs made by the crate.
 
 use crate::common::{code, driftless, json, output, run};
+use driftless_buffer::learned::Column;
 use driftless_buffer::{Identity, Kind, Log, Options, Position, PromptState, Reader, Sample, Scalars};
 use std::path::Path;
 use std::process::Output;
@@ -192,6 +193,22 @@ pub(crate) fn run_with_samples(dir: &Path) -> std::path::PathBuf {
     run_dir
 }
 
+/// Has a step learn from answers of one token at these positions, of which the learner said this.
+pub(crate) fn learned_in(run_dir: &Path, step: u64, said: &[(u64, f32)]) {
+    let root = run_dir.join("log");
+    let identity = Reader::open(&root).expect("a log").identity().expect("a segment").clone();
+    let log = Log::open(&root, Options::new(identity)).expect("a log");
+    let values: Vec<_> = said.iter().map(|(position, log_prob)| (Position(*position), [*log_prob])).collect();
+    let columns = values.iter().map(|(position, log_probs)| Column {
+        position: *position,
+        log_probs,
+        engine_log_probs: &[-1.0],
+    });
+    let columns: Vec<_> = columns.collect();
+    log.write_learned(step, &columns).expect("a disk");
+    log.close().expect("a disk");
+}
+
 #[test]
 fn show_prints_prompts_answers_rewards_and_labels_of_a_step() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -209,6 +226,24 @@ fn show_prints_prompts_answers_rewards_and_labels_of_a_step() {
     let absent = log(&["show", text(&run_dir), "--step", "9"]);
     let told = String::from_utf8_lossy(&absent.stderr).into_owned();
     assert!(absent.status.code() == Some(2) && told.contains("from 6 to 7"), "{told}");
+}
+
+#[test]
+fn show_begins_with_the_largest_mismatch_if_it_is_asked() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    learned_in(&run_dir, 7, &[(2, -1.25), (3, -1.125)]);
+    let shown = log(&["show", text(&run_dir), "--mismatch"]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    let facts: Vec<&str> = shown.lines().filter(|line| line.starts_with("reward")).collect();
+    assert!(
+        facts[0].starts_with("reward 0,") && facts[0].ends_with(", mismatch up to 0.250 nats"),
+        "{shown}"
+    );
+    assert!(
+        facts[1].starts_with("reward 1,") && facts[1].ends_with(", mismatch up to 0.125 nats"),
+        "{shown}"
+    );
 }
 
 /// With bounded staleness a step may learn from groups that were begun for another.

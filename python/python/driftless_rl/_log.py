@@ -168,6 +168,19 @@ class RolloutReader:
         found = self._reader.groups(samples, rollout_id, completed_from, version_min, limit)
         return [Group(*ids, [Sample(record) for record in records]) for *ids, records in found]
 
+    def learned(self, step: int) -> dict[int, np.ndarray]:
+        """What the learner said of the samples that a training step learned from, by position: the log-probability of each
+        response token under the weights before the step, float32, ``[response]``; NaN where a token was not trained on. Less
+        ``log_probs`` of the sample, it is the mismatch. Empty where the log has nothing of the step.
+
+        Raises:
+            RefusedError: its bytes have changed.
+            UsageError: a newer release wrote them.
+        """
+        import numpy as np
+
+        return {position: np.array(values, np.float32) for position, values in self._reader.learned(step)}
+
     def wait(self, position: int, timeout: float) -> int:
         """Waits until something can be read at or after ``position``, ``timeout`` seconds at most. Returns the end, which is at or
         before ``position`` when the time passed. The writer wakes it; Ctrl-C ends it."""

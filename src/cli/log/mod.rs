@@ -26,6 +26,7 @@ Examples:
   driftless log stat runs/first
   driftless log show runs/first --worst -n 2
   driftless log show runs/first --evaluation --worst
+  driftless log show runs/first --mismatch -n 1       # where learner and engine disagree most
   driftless log tail runs/first --follow --json | jq .reward
   driftless log verify runs/first
   driftless log export runs/first rollouts.parquet --text

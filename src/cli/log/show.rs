@@ -36,6 +36,10 @@ pub(super) struct Args {
     /// Begin with the lowest reward.
     #[arg(long)]
     worst: bool,
+    /// Begin with the largest mismatch, and print it: how far the learner's log-prob of a token was from the engine's before
+    /// the step, in nats.
+    #[arg(long, conflicts_with_all = ["best", "worst", "evaluation", "left_out"])]
+    mismatch: bool,
     /// How many samples.
     #[arg(short = 'n', long, value_name = "N", default_value_t = 4)]
     samples: usize,
@@ -59,6 +63,9 @@ struct Shown {
     /// As it was given, before a hook processed it.
     #[serde(skip_serializing_if = "Option::is_none")]
     raw_reward: Option<f32>,
+    /// The furthest that learner and engine were apart on a token before the step, in nats.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mismatch: Option<f32>,
     /// The set that it was measured on.
     #[serde(skip_serializing_if = "Option::is_none")]
     set: Option<String>,
@@ -96,8 +103,15 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     } else if args.worst {
         records.sort_by(|a, b| reward(a).total_cmp(&reward(b)));
     }
+    let learned = if args.mismatch { texts.reader().learned(number)? } else { None };
+    let mismatch = |record: &Record| learned.as_ref()?.row(record.position())?.mismatch;
+    if args.mismatch {
+        let apart = |record: &Record| mismatch(record).unwrap_or(-1.0);
+        records.sort_by(|a, b| apart(b).total_cmp(&apart(a)));
+    }
     for record in records.iter().take(args.samples) {
-        output.print(&shown(&texts, number, record)?, render)?;
+        let shown = Shown { mismatch: mismatch(record), ..shown(&texts, number, record)? };
+        output.print(&shown, render)?;
     }
     Ok(())
 }
@@ -185,6 +199,7 @@ fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
         part,
         reward: record.is_scored().then_some(scalars.reward),
         raw_reward: raw,
+        mismatch: None,
         set: scalars.evaluation.then(|| EvaluationNote::of(record).set),
         dropped: note.dropped,
         outcome: note.outcome,
@@ -213,6 +228,7 @@ fn render(shown: &Shown) -> String {
     let label = shown.label.as_ref().map(|label| short(&label_text(label)));
     let label = label.map_or_else(String::new, |label| format!(", label {label}"));
     let reward = shown.reward.map_or_else(|| "none".to_owned(), |reward| reward.to_string());
+    let mismatch = shown.mismatch.map_or_else(String::new, |nats| format!(", mismatch up to {nats:.3} nats"));
     let raw = shown.raw_reward.map_or_else(String::new, |raw| format!(" (given {raw})"));
     let set = shown.set.as_ref().map_or_else(String::new, |set| format!("set {}, ", printable(set)));
     let dropped = shown.dropped.as_ref();
@@ -222,7 +238,7 @@ fn render(shown: &Shown) -> String {
     let (source, engine) = (printable(&shown.source), printable(&shown.engine));
     let mut text = format!(
         "reward {reward}{raw}{label}: {set}step {step}, prompt {prompt_id} ({source}), answer {answer}{part}, \
-         {finish} of {response_tokens} tokens by version {} at {engine}{dropped}\n",
+         {finish} of {response_tokens} tokens by version {} at {engine}{mismatch}{dropped}\n",
         versions.join(", "),
     );
     // Writing to a String does not fail.
@@ -247,6 +263,7 @@ mod tests {
             part: 0,
             reward: Some(0.5),
             raw_reward: None,
+            mismatch: Some(0.25),
             set: None,
             dropped: None,
             outcome: None,
@@ -262,7 +279,7 @@ mod tests {
         assert_eq!(
             render(&shown),
             "reward 0.5, label 4\\u{1b}[2J: step 12, prompt 96 (prompts.jsonl:17), answer 384, stop of 3 tokens by \
-             version 7, 8 at http://host:30000\n  > What is\n  > 2 + 2?\n  < \\u{1b}]0;x\\u{7}4\n  < \n"
+             version 7, 8 at http://host:30000, mismatch up to 0.250 nats\n  > What is\n  > 2 + 2?\n  < \\u{1b}]0;x\\u{7}4\n  < \n"
         );
         let why = Some("filtered: \u{1b}[2J".to_owned());
         let other = Shown {
