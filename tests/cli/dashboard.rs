@@ -2,7 +2,7 @@
 
 use crate::Run;
 use crate::common::{Process, code, driftless, json as reported, output, run};
-use crate::log::run_with_samples;
+use crate::log::{learned_in, run_with_samples};
 use crate::trace::{BEGAN, made};
 use driftless_testkit::http::exchange;
 use driftless_testkit::tree::tree;
@@ -144,6 +144,39 @@ fn answers_are_listed_filtered_and_shown_by_token() {
     assert!(one["untold"].as_str().is_some_and(|why| why.contains("tokenizer.json")), "{one}");
     let (status, told) = bare.ask("/api/sample?position=99", &format!("host: {}\r\n", bare.addr));
     assert!(status == 404 && told.contains("that of an answer"), "{status}: {told}");
+}
+
+#[test]
+fn answers_are_found_by_how_far_learner_and_engine_are_apart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    learned_in(&run_dir, 6, &[(1, -1.5)]);
+    learned_in(&run_dir, 7, &[(2, -1.125), (3, -4.0)]);
+    let board = Dashboard::of(dir.path(), &[&run_dir], None);
+    let rows = |query: &str| {
+        let list = board.get(&format!("/api/samples?{query}"));
+        let row = |row: &Value| json!([row["position"], row["learned"], row["mismatch"]]);
+        json!(list["rows"].as_array().expect("rows").iter().map(row).collect::<Vec<_>>())
+    };
+    let [first, second, third] = [json!([3, 7, 3.0]), json!([1, 6, 0.5]), json!([2, 7, 0.125])];
+    assert_eq!(rows("step=7&order=mismatch"), json!([first, third]));
+    assert_eq!(rows("step=7&mismatch_min=0.2"), json!([first]));
+    assert_eq!(rows("kind=mismatched&order=mismatch"), json!([first, second, third]), "of all steps");
+    assert_eq!(rows("kind=mismatched&order=mismatch&reward_max=0.6"), json!([second, third]));
+    let one = board.get("/api/sample?position=3");
+    assert_eq!(
+        json!([one["learner_log_probs"], one["log_probs"], one["mismatch"]]),
+        json!([[-4.0], [-1.0], 3.0])
+    );
+    let columns = run_dir.join("log/learned/00000000000000000007.columns");
+    file(
+        &run_dir,
+        "log/learned/00000000000000000007.columns",
+        &std::fs::read(columns).expect("a file")[..99],
+    );
+    let list = board.get("/api/samples?step=7");
+    assert!(list["untold"].as_str().is_some_and(|why| why.contains("columns")), "{list}");
+    assert_eq!((&list["total"], &list["rows"][0]["mismatch"]), (&json!(2), &Value::Null));
 }
 
 #[test]

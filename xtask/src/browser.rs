@@ -52,7 +52,8 @@ pub(crate) enum Use {
     Docs,
 }
 
-/// Has the browser look at each view of a run's page, and puts the pictures into the directory `pictures`.
+/// Has the browser look at each view of a run's page, and puts the pictures into the directory `pictures`. In a test, it
+/// also finds a mismatch that is planted in the run.
 pub(crate) fn look(
     cache: &Path,
     program: &Path,
@@ -65,7 +66,12 @@ pub(crate) fn look(
     let (_serving, url) = serve(Command::new(program).arg("dashboard").arg(run), log)?;
     let mut looks = node("look.js", cache, &url);
     looks.arg(pictures).args((purpose == Use::Docs).then_some("docs"));
-    process::run_logged(&mut looks, log)
+    process::run_logged(&mut looks, log)?;
+    if purpose == Use::Docs {
+        return Ok(());
+    }
+    let mut finds = node("mismatch.js", cache, &url);
+    process::run_logged(finds.arg(pictures).arg(run.join("log/learned")), log)
 }
 
 /// Has the browser watch the page of the run in `run` while `demo` makes that, and kills an engine behind the step

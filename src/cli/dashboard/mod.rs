@@ -3,6 +3,7 @@
 mod export;
 mod lines;
 mod mcp;
+mod mismatch;
 pub(super) mod read;
 mod samples;
 mod serve;
@@ -162,7 +163,7 @@ impl Board {
             "metrics" => files.table.rows(ask.epoch, ask.from, &ask.prefix),
             "fleet" => files.facts.json(),
             "samples" => samples.list(ask, &files.taken),
-            "sample" => samples.one(ask.position),
+            "sample" => samples.one(ask.position, &files.taken),
             "time" => time::window(files, samples, ask),
             "store" => {
                 let (told, flags) = files.settings();

@@ -495,6 +495,11 @@ impl Taken {
         self.steps.get(&step).map(Vec::as_slice)
     }
 
+    /// The first step from `step` on that took this group.
+    pub(super) fn step_of(&self, group: u64, step: u64) -> Option<u64> {
+        self.steps.range(step..).find(|(_, groups)| groups.contains(&group)).map(|(step, _)| *step)
+    }
+
     /// The first and the last step.
     pub(super) fn range(&self) -> Option<(u64, u64)> {
         Some((*self.steps.keys().next()?, *self.steps.keys().next_back()?))

@@ -1,5 +1,6 @@
 //! The answers of a run, out of its log: lists of a step's, and one of them token by token.
 
+use super::mismatch::{self, Mismatches, Worst};
 use super::read::{Taken, json};
 use crate::cli::log::show::{groups, ids};
 use crate::cli::log::texts::{Texts, log_in};
@@ -43,6 +44,7 @@ pub(super) struct Ask {
     pub(super) reward_max: Option<f32>,
     pub(super) length_min: Option<usize>,
     pub(super) length_max: Option<usize>,
+    pub(super) mismatch_min: Option<f32>,
     pub(super) finish: Option<String>,
     pub(super) position: u64,
 }
@@ -57,6 +59,8 @@ pub(super) enum Which {
     /// Those that were generated for it, and that no step learns from.
     LeftOut,
     Evaluation,
+    /// Those of any step on which learner and engines disagree most.
+    Mismatched,
 }
 
 #[derive(Debug, Default, Clone, Copy, Deserialize)]
@@ -68,6 +72,7 @@ pub(super) enum Order {
     Worst,
     Longest,
     Shortest,
+    Mismatch,
 }
 
 /// An answer in a list.
@@ -86,6 +91,9 @@ struct Row {
     engine: String,
     /// From when it was asked for to its last token.
     seconds: Option<f64>,
+    /// The step that learned from it, and the furthest that learner and engine are apart then, in nats.
+    learned: Option<u64>,
+    mismatch: Option<f32>,
     why: Option<String>,
 }
 
@@ -103,6 +111,8 @@ struct List {
     rows: Vec<Row>,
     /// Whether more of the log would have to be read than was.
     cut: bool,
+    /// Why mismatches are missing.
+    untold: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -119,6 +129,8 @@ struct Shown {
     texts: Vec<String>,
     untold: Option<String>,
     log_probs: Vec<f32>,
+    /// Of the learner before the step: nothing for tokens that were not trained on.
+    learner_log_probs: Vec<f32>,
     mask: Vec<u8>,
     /// Version, first token, and one past the last.
     spans: Vec<(u64, u32, u32)>,
@@ -131,11 +143,12 @@ pub(super) struct Samples {
     dir: PathBuf,
     reader: Option<Reader>,
     tokenizer: Option<Tokenizer>,
+    worst: Worst,
 }
 
 impl Samples {
     pub(super) fn new(dir: &Path) -> Self {
-        Samples { dir: dir.to_owned(), reader: None, tokenizer: None }
+        Samples { dir: dir.to_owned(), reader: None, tokenizer: None, worst: Worst::default() }
     }
 
     fn reader(&mut self) -> Result<Reader> {
@@ -201,17 +214,42 @@ impl Samples {
                 apart(&reader, step, is_left_out)
             }
             Which::Evaluation => apart(&reader, step, |record| record.scalars().evaluation),
+            Which::Mismatched => (Vec::new(), 0, 0, false),
         };
-        records.retain(|record| ask.is_wanted(record));
-        ask.sort(&mut records);
+        let (known, untold) = self.mismatches(&reader, ask.kind, step)?;
+        if ask.kind == Which::Mismatched {
+            records = known.keys().filter_map(|position| reader.get(*position).ok().flatten()).collect();
+        }
+        records.retain(|record| ask.is_wanted(record, &known));
+        ask.sort(&mut records, &known);
         let (total, from) = (records.len(), ask.from.min(records.len()));
         let shown = records.iter().skip(from).take(ROWS_MAX);
-        let rows = shown.map(|record| row(record, ask.kind, &reader)).collect();
-        json(&List { step, steps, groups, found, total, from, rows, cut })
+        let rows = shown.map(|record| row(record, ask.kind, &reader, &known)).collect();
+        json(&List { step, steps, groups, found, total, from, rows, cut, untold })
+    }
+
+    /// The mismatches that a list shows, and why some are missing.
+    fn mismatches(
+        &mut self,
+        reader: &Reader,
+        kind: Which,
+        step: u64,
+    ) -> Result<(Mismatches, Option<String>)> {
+        match kind {
+            Which::LeftOut | Which::Evaluation => Ok((Mismatches::new(), None)),
+            Which::Mismatched => {
+                let (largest, untold) = self.worst.look(reader)?;
+                Ok((largest.clone(), untold))
+            }
+            Which::Learned => Ok(match reader.learned(step) {
+                Ok(learned) => (learned.map(|some| mismatch::of_step(&some, step)).unwrap_or_default(), None),
+                Err(error) => (Mismatches::new(), Some(error.to_string())),
+            }),
+        }
     }
 
     /// One answer, as JSON.
-    pub(super) fn one(&mut self, position: u64) -> Result<String> {
+    pub(super) fn one(&mut self, position: u64, taken: &Taken) -> Result<String> {
         let reader = self.reader()?;
         let record = reader.get(Position(position))?.filter(|record| record.kind() == Kind::Sample);
         let record =
@@ -225,8 +263,10 @@ impl Samples {
         let group = group.iter().flat_map(|group| &group.records).take(ROWS_MAX);
         let note = note(&reader, &record);
         let (prompt, texts, untold) = self.texts(&reader, &record);
+        let learned = taken.step_of(scalars.group_id, scalars.rollout_id).unwrap_or(scalars.rollout_id);
+        let (known, _) = self.mismatches(&reader, Which::Learned, learned)?;
         json(&Shown {
-            row: Row { why: note.dropped, ..row(&record, Which::Learned, &reader) },
+            row: Row { why: note.dropped, ..row(&record, Which::Learned, &reader, &known) },
             step: scalars.rollout_id,
             set: scalars.evaluation.then(|| EvaluationNote::of(&record).set),
             source: note.source.map_or_else(String::new, String::from),
@@ -236,9 +276,10 @@ impl Samples {
             texts,
             untold,
             log_probs: record.log_probs().iter().take(TOKENS_MAX).copied().collect(),
+            learner_log_probs: learner_log_probs(&reader, learned, record.position()),
             mask: record.loss_mask().iter().take(TOKENS_MAX).copied().collect(),
             spans: record.spans().iter().map(|span| (span.version, span.start, span.end)).collect(),
-            group: group.map(|record| row(record, Which::Learned, &reader)).collect(),
+            group: group.map(|record| row(record, Which::Learned, &reader, &known)).collect(),
         })
     }
 
@@ -265,7 +306,8 @@ impl Samples {
 }
 
 impl Ask {
-    fn is_wanted(&self, record: &Record) -> bool {
+    fn is_wanted(&self, record: &Record, known: &Mismatches) -> bool {
+        let mismatch = known.get(&record.position());
         let (reward, tokens) = (record.scalars().reward, record.response().len());
         let is_scored = record.is_scored() || (self.reward_min.is_none() && self.reward_max.is_none());
         is_scored
@@ -273,10 +315,11 @@ impl Ask {
             && self.reward_max.is_none_or(|most| reward <= most)
             && self.length_min.is_none_or(|least| tokens >= least)
             && self.length_max.is_none_or(|most| tokens <= most)
+            && self.mismatch_min.is_none_or(|least| mismatch.is_some_and(|found| found.nats >= least))
             && self.finish.as_ref().is_none_or(|wanted| wanted.is_empty() || *wanted == finish(record))
     }
 
-    fn sort(&self, records: &mut [Record]) {
+    fn sort(&self, records: &mut [Record], known: &Mismatches) {
         let (reward, tokens) = (|one: &Record| one.scalars().reward, |one: &Record| one.response().len());
         match self.order {
             Order::Log => {}
@@ -284,6 +327,7 @@ impl Ask {
             Order::Worst => records.sort_by(|one, other| reward(one).total_cmp(&reward(other))),
             Order::Longest => records.sort_by_key(|one| std::cmp::Reverse(tokens(one))),
             Order::Shortest => records.sort_by_key(tokens),
+            Order::Mismatch => records.sort_by_key(|one| mismatch::rank(known.get(&one.position()))),
         }
     }
 }
@@ -301,8 +345,16 @@ fn note(reader: &Reader, record: &Record) -> PromptNote {
     prompt.as_ref().map(PromptNote::of).unwrap_or_default()
 }
 
-fn row(record: &Record, kind: Which, reader: &Reader) -> Row {
-    let reward = record.scalars().reward;
+/// What the learner said of an answer's tokens in a step; nothing where that is unknown or damaged, which lists tell.
+fn learner_log_probs(reader: &Reader, step: u64, position: Position) -> Vec<f32> {
+    let learned = reader.learned(step).ok().flatten();
+    let mut log_probs = learned.and_then(|some| some.log_probs(position).ok().flatten()).unwrap_or_default();
+    log_probs.truncate(TOKENS_MAX);
+    log_probs
+}
+
+fn row(record: &Record, kind: Which, reader: &Reader, known: &Mismatches) -> Row {
+    let (reward, mismatch) = (record.scalars().reward, known.get(&record.position()));
     let (prompt_id, answer, part) = ids(record);
     let seconds = |from: i64, to: i64| (from > 0 && to >= from).then(|| (to - from) as f64 / 1e6);
     Row {
@@ -317,6 +369,8 @@ fn row(record: &Record, kind: Which, reader: &Reader) -> Row {
         tokens: record.response().len(),
         versions: record.versions(),
         engine: record.engine().to_owned(),
+        learned: mismatch.map(|mismatch| mismatch.step),
+        mismatch: mismatch.map(|mismatch| mismatch.nats),
         seconds: record.times().first().zip(record.times().last()).and_then(|(from, to)| seconds(*from, *to)),
         why: if kind == Which::LeftOut { note(reader, record).dropped } else { None },
     }

@@ -1,11 +1,12 @@
 "use strict";
 // Answers of a step, and one of them token by token.
 
-const KINDS = [["learned", "learned from"], ["left_out", "left out"], ["evaluation", "evaluation"]];
-const ORDER = [["worst", "worst first"], ["best", "best first"], ["longest", "longest first"], ["shortest", "shortest first"], ["log", "as they came"]];
+const KINDS = [["learned", "learned from"], ["left_out", "left out"], ["evaluation", "evaluation"], ["mismatched", "largest mismatch of the run"]];
+const ORDER = [["worst", "worst first"], ["mismatch", "largest mismatch first"], ["best", "best first"], ["longest", "longest first"], ["shortest", "shortest first"], ["log", "as they came"]];
 const FINISHES = [["", "any end"], ["stop", "stop"], ["length", "length"], ["abort", "abort"]];
-const SHADES = [["log_prob", "log-prob of the engine"], ["version", "version"], ["mask", "mask"]];
-const FILTERS = ["step", "kind", "order", "finish", "reward_min", "reward_max", "length_min", "length_max", "from"];
+const SHADES = [["log_prob", "log-prob of the engine"], ["learner", "log-prob of the learner"], ["mismatch", "mismatch"], ["version", "version"], ["mask", "mask"]];
+const FILTERS = ["step", "kind", "order", "finish", "reward_min", "reward_max", "length_min", "length_max", "mismatch_min", "from"];
+const order = (query) => query.order || (query.kind === "mismatched" ? "mismatch" : "worst");
 
 const pick = (name, choices, chosen, label) =>
   D.el("select", { "aria-label": label, onchange: (event) => D.choose({ [name]: event.target.value, from: "", position: "" }) },
@@ -20,6 +21,7 @@ function sampleRow(row, chosen) {
   const cells = [
     D.el("td", { className: "figure" }, reward(row)), D.el("td", { className: "figure" }, D.number(row.tokens)),
     D.el("td", { className: row.finish === "stop" ? "" : "odd" }, row.finish), D.el("td", null, versions(row)),
+    D.el("td", { className: "figure" }, D.number(row.mismatch)), D.el("td", { className: "figure" }, row.learned ?? "–"),
     D.el("td", { className: "figure" }, row.prompt_id), D.el("td", { className: "figure" }, row.seconds === null ? "–" : D.span(row.seconds)),
     D.el("td", { className: "cut" }, D.visible(row.why || row.engine.replace(/^https?:\/\//, ""))),
   ];
@@ -34,16 +36,18 @@ function lists(list, query) {
     D.el("span", { className: "stepper" }, D.el("button", { "aria-label": "step before", disabled: list.step <= first, onclick: () => step(-1) }, "‹"),
       D.el("label", null, "step ", D.el("input", { type: "number", min: first, max: last, value: list.step, onchange: (event) => D.choose({ step: event.target.value, from: "", position: "" }) })),
       D.el("button", { "aria-label": "step behind", disabled: list.step >= last, onclick: () => step(1) }, "›")),
-    pick("kind", KINDS, query.kind || "learned", "which answers"), pick("order", ORDER, query.order || "worst", "order"), pick("finish", FINISHES, query.finish || "", "how they ended"),
-    field("reward_min", query, "reward from"), field("reward_max", query, "reward to"), field("length_min", query, "tokens from"), field("length_max", query, "tokens to"));
+    pick("kind", KINDS, query.kind || "learned", "which answers"), pick("order", ORDER, order(query), "order"), pick("finish", FINISHES, query.finish || "", "how they ended"),
+    field("reward_min", query, "reward from"), field("reward_max", query, "reward to"), field("length_min", query, "tokens from"), field("length_max", query, "tokens to"), field("mismatch_min", query, "mismatch from"));
   const to = list.from + list.rows.length;
   const gone = list.groups - list.found;
-  const words = [list.total ? `${list.from + 1}–${to} of ${list.total} answers of step ${list.step}` : `no such answers of step ${list.step}`];
+  const where = query.kind === "mismatched" ? "all steps, those with the largest mismatch" : `step ${list.step}`;
+  const words = [list.total ? `${list.from + 1}–${to} of ${list.total} answers of ${where}` : `no such answers of ${where}`];
+  if (list.untold) words.push("mismatches are missing: " + list.untold);
   if (gone > 0) words.push(`${gone} of ${list.groups} groups are no longer in the log: retention has removed them`);
   if (list.cut) words.push("only the part of the log around the step was looked at");
   const turn = (from, text) => D.el("button", { onclick: () => D.choose({ from, position: "" }) }, text);
   const pages = [list.from > 0 ? turn(Math.max(0, list.from - 200), "before") : null, to < list.total ? turn(to, "more") : null];
-  const head = D.el("tr", null, ["reward", "tokens", "end", "version", "prompt", "took", query.kind === "left_out" ? "why" : "engine"].map((name, index) => D.el("th", { className: [0, 1, 4, 5].includes(index) ? "figure" : "" }, name)));
+  const head = D.el("tr", null, ["reward", "tokens", "end", "version", "mismatch", "step", "prompt", "took", query.kind === "left_out" ? "why" : "engine"].map((name, index) => D.el("th", { className: [0, 1, 4, 5, 6, 7].includes(index) ? "figure" : "" }, name)));
   const table = D.el("table", { className: "rows" }, head, list.rows.map((row) => sampleRow(row, String(row.position) === query.position)));
   return [bar, D.el("p", { className: "note" }, words.join("; ") + ". ", pages), D.el("div", { className: "wide list" }, table)];
 }
@@ -53,21 +57,27 @@ function shades(one, by) {
   const known = [...new Set(one.spans.map(([version]) => version))].sort((a, b) => a - b);
   const version = (token) => one.spans.find(([, from, to]) => token >= from && token < to)?.[0];
   const bad = D.css("--bad");
+  const more = D.css("--c0");
+  const learner = (token) => one.learner_log_probs[token] ?? null;
+  const mismatch = (token) => (learner(token) === null ? null : learner(token) - one.log_probs[token]);
   const hex = (share) => Math.round(255 * Math.min(Math.max(share, 0), 0.75)).toString(16).padStart(2, "0");
   const colour = (token) => {
     if (by === "mask") return one.mask[token] === 0 ? D.css("--c7") + "55" : "";
     if (by === "version") return version(token) === undefined ? "" : D.colour(known.indexOf(version(token))) + "40";
-    const value = one.log_probs[token];
-    return value === undefined || value > -0.02 ? "" : bad + hex(-value / 6);
+    if (by === "mismatch") return Math.abs(mismatch(token)) < 0.01 ? "" : (mismatch(token) < 0 ? bad : more) + hex(Math.abs(mismatch(token)));
+    const value = by === "learner" ? learner(token) : one.log_probs[token];
+    return value === undefined || value === null || value > -0.02 ? "" : bad + hex(-value / 6);
   };
   const say = (token) => {
     const value = one.log_probs[token];
     return [`token ${token}`, value === undefined ? null : `log-prob ${value.toFixed(4)}, p ${Math.exp(value).toPrecision(3)}`,
+      learner(token) === null ? null : `learner ${learner(token).toFixed(4)}, mismatch ${mismatch(token).toFixed(4)}`,
       version(token) === undefined ? null : `version ${version(token)}`, one.mask[token] === 0 ? "not trained on" : null].filter(Boolean).join(" · ");
   };
   const keys = { mask: [["", "trained on"], [D.css("--c7") + "55", "not trained on"]], version: known.map((number, index) => [D.colour(index) + "40", "version " + number]),
+    mismatch: [["", "the same"], [bad + hex(0.1), "learner lower by 0.1"], [bad + hex(0.5), "by 0.5"], [more + hex(0.1), "higher by 0.1"], [more + hex(0.5), "by 0.5"]],
     log_prob: [0.05, 0.5, 0.1, 0.01].map((p, index) => (index ? [bad + hex(-Math.log(p) / 6), "p " + p] : ["", "p near 1"])) };
-  return { colour, say, keys: keys[by] };
+  return { colour, say, keys: keys[by] || keys.log_prob };
 }
 
 function tokens(one, by, told) {
@@ -79,8 +89,9 @@ function tokens(one, by, told) {
   });
   const box = D.el("pre", { className: "answer" });
   one.texts.forEach((text, index) => {
-    const token = D.el("span", { "data-token": index }, one.untold ? text + " " : D.visible(text));
     const shade = colour(index);
+    // A token without a text, such as that of the end, has a colour too.
+    const token = D.el("span", { "data-token": index }, one.untold ? text + " " : D.visible(text || (shade && "·")));
     if (shade) token.style.backgroundColor = shade;
     box.append(token);
   });
@@ -94,7 +105,7 @@ function tokens(one, by, told) {
 function detail(one, query) {
   const facts = [["reward", reward(one) + (one.raw_reward === null ? "" : ` (given ${D.number(one.raw_reward)})`)], ["label", one.label === null ? null : typeof one.label === "string" ? one.label : JSON.stringify(one.label)],
     ["end", `${one.finish} after ${D.number(one.tokens)} tokens` + (one.seconds === null ? "" : ", " + D.span(one.seconds))], ["version", versions(one)], ["engine", one.engine], ["prompt", `${one.prompt_id}, ${D.number(one.prompt_tokens)} tokens`], ["source", one.source],
-    ["set", one.set], ["left out", one.why], ["mask", one.masked ? "none of it is trained on" : null]];
+    ["set", one.set], ["left out", one.why], ["mismatch", one.mismatch === null ? null : `up to ${D.number(one.mismatch)} nats, in step ${one.learned}`], ["mask", one.masked ? "none of it is trained on" : null]];
   const list = D.el("dl", null, facts.filter(([, text]) => text).map(([name, text]) => [D.el("dt", null, name), D.el("dd", null, D.visible(String(text)))]));
   const told = D.el("span", { className: "hint" }, "point at a token");
   const place = D.el("div");
@@ -121,7 +132,7 @@ D.views.samples = {
   },
   async tick(_, query) {
     const run = D.run();
-    const ask = { run, order: "worst" };
+    const ask = { run, order: order(query) };
     for (const name of FILTERS) if (query[name]) ask[name] = query[name];
     // A list that was chosen does not change under the reader's eyes.
     const now = JSON.stringify([ask, query.step ? "" : D.runs[run]?.steps]);
