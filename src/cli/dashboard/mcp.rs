@@ -1,4 +1,6 @@
 //! What the page asks for as tools of MCP, for agents: JSON-RPC by POST, an answer to each, no session and no stream.
+//! A server that only reads needs four methods of the protocol. The crate `rmcp` is not used, because it would bring 16
+//! crates, and sessions, for these.
 
 use super::samples::Ask;
 use super::{Board, told};
