@@ -4,8 +4,8 @@
 pub(crate) fn remedy(alert: &str) -> &'static str {
     match alert {
         "mismatch" => {
-            "give engines and trainer the same dtype and kernels, look at the versions that answers were drawn by \
-             (`driftless log show RUN`), and correct what is left with --use-tis"
+            "give engines and trainer the same dtype and kernels, look at the answers that they are furthest apart on \
+             (`driftless log show RUN --mismatch`), and correct what is left with --use-tis"
         }
         "entropy_collapse" => {
             "lower --lr, raise --entropy-coef or --eps-clip-high, or go back to an earlier checkpoint"
