@@ -180,7 +180,9 @@ impl LogReader {
         let reader = self.held.get()?;
         let read = || -> LogResult<Vec<(u64, Vec<f32>)>> {
             let Some(learned) = reader.learned(step)? else { return Ok(Vec::new()) };
-            let column = |at: Position| Ok((at.0, learned.log_probs(at)?.unwrap_or_default()));
+            let column = |at: Position| -> LogResult<(u64, Vec<f32>)> {
+                Ok((at.0, learned.log_probs(at)?.unwrap_or_default()))
+            };
             learned.rows().iter().map(|row| column(row.position)).collect()
         };
         py.detach(read).map_err(buffer)
