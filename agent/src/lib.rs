@@ -11,6 +11,7 @@ mod recent;
 pub mod session;
 pub mod sessions;
 mod tokenizer;
+mod tools;
 pub mod wire;
 
 pub use error::{Error, Result};

@@ -1,13 +1,10 @@
 //! What clients and models say to each other, whatever protocol it came in.
 
-use std::ops::Deref;
-use std::sync::Arc;
-
 use async_trait::async_trait;
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::session::equal::{self, Digest};
+pub use crate::tools::Tools;
 
 /// Who says a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -51,54 +48,6 @@ pub struct ToolCall {
     pub name: String,
     /// Its arguments: a JSON object; a JSON string where the model wrote no object.
     pub arguments: Value,
-}
-
-/// Tools, each as OpenAI's `{"type": "function", "function": {…}}`. Clones share them.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-#[serde(from = "Vec<Value>")]
-pub struct Tools {
-    tools: Arc<[Value]>,
-    digest: Digest,
-    bytes: usize,
-}
-
-impl Tools {
-    /// The same of equal tools, whatever the order of their members.
-    pub(crate) fn digest(&self) -> Digest {
-        self.digest
-    }
-
-    /// About how much memory they take.
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl From<Vec<Value>> for Tools {
-    fn from(tools: Vec<Value>) -> Self {
-        let (digest, bytes) = (equal::tools(&tools), tools.iter().map(equal::inside).sum());
-        Tools { tools: tools.into(), digest, bytes }
-    }
-}
-
-impl Default for Tools {
-    fn default() -> Self {
-        Vec::new().into()
-    }
-}
-
-impl Deref for Tools {
-    type Target = [Value];
-
-    fn deref(&self) -> &[Value] {
-        &self.tools
-    }
-}
-
-impl Serialize for Tools {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.tools.as_ref().serialize(serializer)
-    }
 }
 
 /// One call of a client.

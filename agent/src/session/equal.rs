@@ -3,11 +3,9 @@
 use std::borrow::Cow;
 
 use blake3::Hasher;
-use serde_json::Value;
 
 use crate::message::{Message, Role};
-
-pub(crate) type Digest = [u8; 16];
+use crate::tools::{Digest, digest, inside, text, value};
 
 /// A message, as far as it matters which one it is: ids and whatever else clients change as they like do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,43 +49,6 @@ pub(super) fn all(messages: &[Mark], kept: &[Mark]) -> bool {
     messages.len() == kept.len() && messages.iter().zip(kept).all(|(message, kept)| message.is(kept))
 }
 
-/// Tools, whatever the order of their members.
-pub(crate) fn tools(tools: &[Value]) -> Digest {
-    let mut hasher = Hasher::new();
-    tools.iter().for_each(|tool| value(&mut hasher, tool));
-    digest(&hasher)
-}
-
-fn digest(hasher: &Hasher) -> Digest {
-    hasher.finalize().as_bytes().first_chunk().copied().unwrap_or_default()
-}
-
-fn text(hasher: &mut Hasher, text: &str) {
-    hasher.update(&text.len().to_le_bytes()).update(text.as_bytes());
-}
-
-fn value(hasher: &mut Hasher, of: &Value) {
-    match of {
-        Value::Null => _ = hasher.update(b"0"),
-        Value::Bool(is) => _ = hasher.update(if *is { b"t" } else { b"f" }),
-        Value::Number(number) => text(hasher.update(b"n"), &number.to_string()),
-        Value::String(string) => text(hasher.update(b"s"), string),
-        Value::Array(elements) => {
-            hasher.update(b"a").update(&elements.len().to_le_bytes());
-            elements.iter().for_each(|element| value(hasher, element));
-        }
-        Value::Object(members) => {
-            let mut members: Vec<_> = members.iter().collect();
-            members.sort_by_key(|(key, _)| *key);
-            hasher.update(b"o").update(&members.len().to_le_bytes());
-            for (key, member) in members {
-                text(hasher, key);
-                value(hasher, member);
-            }
-        }
-    }
-}
-
 fn thought(message: &Message) -> &str {
     message.reasoning.as_deref().unwrap_or_default()
 }
@@ -118,15 +79,4 @@ pub(super) fn bytes(messages: &[Message]) -> usize {
         size_of::<Message>() + message.content.len() + thought(message).len() + id + calls.sum::<usize>()
     };
     messages.iter().map(message).sum()
-}
-
-/// About how much memory a value takes.
-pub(crate) fn inside(value: &Value) -> usize {
-    size_of::<Value>()
-        + match value {
-            Value::String(text) => text.len(),
-            Value::Array(elements) => elements.iter().map(inside).sum(),
-            Value::Object(members) => members.iter().map(|(key, value)| key.len() + inside(value)).sum(),
-            _ => 0,
-        }
 }

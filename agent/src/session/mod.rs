@@ -3,7 +3,7 @@
 //! Pure: no clock, no I/O. What was sampled is never encoded again: a prompt is the stored ids of the path that the
 //! conversation takes, and the ids of what is new.
 
-pub(crate) mod equal;
+mod equal;
 mod samples;
 
 use driftless_bridge::Generation;
@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::family::{Drawn, Family, Said};
 use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, Tools};
-use equal::{Digest, Mark};
+use crate::tools::Digest;
+use equal::Mark;
 pub use samples::Sample;
 
 /// What a session may hold. Answers that are being drawn when it is full are kept too.

@@ -115,8 +115,8 @@ impl Protocol {
             Self::Responses => responses::read(&fields, known),
             Self::Messages => messages::read(&fields, known),
         }?;
-        if let Some(key) = key.filter(|_| !is_known) {
-            cache.put(key, &call);
+        if let Some((key, bytes)) = key.filter(|_| !is_known) {
+            cache.put(key, bytes, &call);
         }
         if call.ask.messages.is_empty() {
             return Err(Refusal::Invalid("the conversation has no messages".into()));

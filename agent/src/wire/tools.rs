@@ -71,7 +71,7 @@ impl ToolCache {
     }
 
     /// Keeps the tools of a call.
-    pub(super) fn put(&self, (key, bytes): (Key, usize), call: &Call) {
+    pub(super) fn put(&self, key: Key, bytes: usize, call: &Call) {
         let (tools, namespaces) = (call.ask.tools.clone(), call.form.namespaces.clone());
         // A client that lets the model call none has had none read.
         if !tools.is_empty() {
