@@ -140,6 +140,24 @@ impl Log {
         append::all(samples, |sample| self.append(sample))
     }
 
+    /// As [`Log::append_all`], and returns once readers see the records. One before them that another thread or process
+    /// has taken space for, and still writes, hides them until then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Log::append_all`]; [`Error::Full`] when it is still written after `wait_deadline`: the records are durable.
+    pub fn append_seen(&self, samples: &[Sample<'_>]) -> Result<Vec<Ack>> {
+        let acks = self.append_all(samples)?;
+        let waited = self.shared.options().wait_deadline;
+        let Some(last) = acks.last().map(Ack::position) else { return Ok(acks) };
+        match self.reader().wait(last, waited)? {
+            end if end > last => Ok(acks),
+            _ => {
+                Err(Error::Full { bytes: 0, waited, reason: "a record before these is still being written" })
+            }
+        }
+    }
+
     /// Brings every record committed so far to stable storage. Returns the end of what readers see.
     ///
     /// # Errors

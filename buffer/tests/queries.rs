@@ -278,6 +278,21 @@ fn reservation_given_up_shows_what_was_acknowledged_behind_it() {
 }
 
 #[test]
+fn append_that_is_seen_waits_for_what_is_written_before_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = Log::open(dir.path(), manual().with_reservation_deadline(Duration::from_millis(300))).unwrap();
+    let hung = log.reserve(&driftless_buffer::sample::Shape::default()).unwrap();
+    let acks = log.append_seen(&[sample(1, 0, 0).as_sample()]).unwrap();
+    assert!(log.reader().get(acks[0].position()).unwrap().is_some());
+    assert!(matches!(hung.commit(), Err(Error::Expired { .. })));
+    drop(log);
+    let log = Log::open(dir.path(), manual().with_wait_deadline(Duration::from_millis(1))).unwrap();
+    let _held = log.reserve(&driftless_buffer::sample::Shape::default()).unwrap();
+    assert!(matches!(log.append_seen(&[sample(2, 0, 0).as_sample()]), Err(Error::Full { .. })));
+    assert!(log.append_seen(&[]).unwrap().is_empty());
+}
+
+#[test]
 fn too_much_unsynced_data_waits_and_then_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let bounded = manual().with_unsynced_bytes_max(4096).with_wait_deadline(Duration::from_millis(1));

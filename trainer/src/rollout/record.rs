@@ -279,7 +279,8 @@ impl Rollouts {
             records.push(prompt(*number, *seat, PromptState::Done, &taken.tokens, note));
         }
         if !records.is_empty() {
-            self.log.append_all(&records)?;
+            // A step reads what the queue says is there. Another task may be writing an answer before these.
+            self.log.append_seen(&records)?;
         }
         Ok(())
     }
