@@ -11,6 +11,7 @@
 //! | `bridge` | `bridge` | inference engines: attach, generate, activate | no |
 //! | `agent` | `agent` | conversations as tokens, and the gateway for OpenAI's and Anthropic's clients | no |
 //! | `trainer` | `observe` | where a run is watched: Prometheus, TensorBoard | no |
+//! | `trainer` | `verify` | whether a run trained on what its engines drew | no |
 //! | `trainer` | `trainer` | the loop: tasks, rollouts, schedule, learners behind one trait | no |
 //! | `object` | – | stores on S3, Google Cloud Storage and Azure | no |
 //! | `arrow` | – | the log as Arrow IPC and Parquet | no |
@@ -58,6 +59,8 @@ pub use driftless_store as store;
 pub use driftless_torch as torch;
 #[cfg(feature = "trainer")]
 pub use driftless_trainer as trainer;
+#[cfg(feature = "trainer")]
+pub use driftless_verify as verify;
 #[cfg(feature = "transport")]
 pub use driftless_transport as transport;
 

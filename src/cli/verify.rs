@@ -6,7 +6,7 @@ use crate::cli::shared::output::{Output, printable};
 use crate::cli::shared::paths;
 use driftless::agent::{Tokenizer, atif};
 use driftless::trainer::ledger;
-use driftless::trainer::verify::{Report, Unchecked, verify};
+use driftless::verify::{Report, Unchecked, verify};
 use std::path::{Path, PathBuf};
 
 /// Most bytes of a file of trajectories.
@@ -19,8 +19,8 @@ Examples:
   driftless verify --atif trajectories --tokenizer models/Qwen3-0.6B/tokenizer.json
 
 Checked of each sample that ledger.jsonl names: every token that is trained on is in one reply of an engine; its id,
-log-probability and version, and all ids before it, are those of which a digest was made when the reply came; and no version is
-newer than the step. Checked of the ledger: no group is learned from twice, all answers of a group are in the log, and its own
+log-probability and version, and all ids before it, are those of which a digest was made when the reply came; no other sample of
+its answer trains on it; and no version is newer than the step. Checked of the ledger: no group is learned from twice, all answers of a group are in the log, and its own
 digest of each sample. The run's directory is only read, also while the run goes on.
 
 Checked of a trajectory, as far as its writer says enough: its version, the order of its steps, that the prompt of a turn begins

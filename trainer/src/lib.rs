@@ -27,7 +27,6 @@ pub mod seed;
 mod service;
 pub mod tasks;
 mod train;
-pub mod verify;
 
 pub use driftless_agent::chat::{ChatTemplate, LossMask};
 pub use error::{Error, Failure, Result};

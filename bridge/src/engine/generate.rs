@@ -125,6 +125,9 @@ pub struct GenerateRequest {
     /// Requests with the same number begin with the same tokens. A fleet keeps them on one engine, whose cache then
     /// has the prompt; engines do not see it.
     pub affinity: Option<u64>,
+    /// Number of the conversation that the request goes on with. A fleet sends it where the last one of that went, before
+    /// it looks at `affinity`; engines do not see it.
+    pub conversation: Option<u64>,
     /// In a [`Fleet`](crate::Fleet), requests of a higher one get free places first; those of the same one in the order in
     /// which they ask. Engines do not see it.
     pub priority: u8,
@@ -143,7 +146,8 @@ impl GenerateRequest {
     #[must_use]
     pub fn new(rid: Rid, input_ids: Vec<i32>, sampling: SamplingParams) -> Self {
         let (drawn, meter) = (Drawn::default(), Meter::default());
-        Self { rid, input_ids, sampling, affinity: None, priority: 0, salt: None, drawn, meter }
+        let (affinity, conversation, priority, salt) = (None, None, 0, None);
+        Self { rid, input_ids, sampling, affinity, conversation, priority, salt, drawn, meter }
     }
 
     /// A greedy request of our own, which ends with `max_new_tokens` only.

@@ -31,7 +31,7 @@ pub use phase::{Phase, PhaseTold};
 use queue::{Queue, Waiter};
 use roster::{Roster, check_once};
 pub use route::Route;
-use route::Router;
+use route::{Near, Router};
 pub use usage::{Cause, Free, Tokens, Usage};
 use wait::{Bounds, Seen, Verdict, judge};
 
@@ -393,10 +393,11 @@ impl Fleet {
         if left.is_zero() {
             return Ok(None);
         }
-        let GenerateRequest { rid, affinity, priority, .. } = *request;
+        let GenerateRequest { rid, affinity, conversation, priority, .. } = *request;
+        let near = Near { conversation, affinity };
         let minimum = minimum.cloned();
         let (answer, lease) = oneshot::channel();
-        let waiter = Waiter { rid, minimum, affinity, priority, left, counted: Instant::now(), answer };
+        let waiter = Waiter { rid, minimum, near, priority, left, counted: Instant::now(), answer };
         self.ask.send(waiter).await.map_err(|_| Error::Closed)?;
         match lease.await {
             Ok(lease) => Ok(Some(lease)),

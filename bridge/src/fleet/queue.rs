@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::lease::Lease;
 use super::member::Standing;
-use super::route::{Router, View};
+use super::route::{Near, Router, View};
 use crate::engine::{Label, Rid};
 
 /// A request that waits for a place.
@@ -16,7 +16,7 @@ use crate::engine::{Label, Rid};
 pub(super) struct Waiter {
     pub(super) rid: Rid,
     pub(super) minimum: Option<Label>,
-    pub(super) affinity: Option<u64>,
+    pub(super) near: Near,
     pub(super) priority: u8,
     /// How much longer it may be without an engine that may take it.
     pub(super) left: Duration,
@@ -69,7 +69,7 @@ impl Queue {
                     in_flight: standing.in_flight,
                 };
                 let views: Vec<View> = standings.iter().map(view).collect();
-                if let Some(engine) = self.router.choose(&views, waiter.affinity) {
+                if let Some(engine) = self.router.choose(&views, waiter.near) {
                     standings[engine].in_flight += 1;
                     served.extend(self.waiting.remove(at).map(|waiter| (engine, waiter)));
                     continue;
@@ -140,8 +140,8 @@ mod tests {
         fn push_with(&mut self, priority: u8, minimum: Option<&str>) {
             let (answer, waiting) = oneshot::channel();
             let (rid, minimum) = (self.rid(), minimum.map(|label| label.parse().unwrap()));
-            let (affinity, counted) = (None, self.begin);
-            self.queue.push(Waiter { rid, minimum, affinity, priority, left: LEFT, counted, answer });
+            let (near, counted) = (Near::default(), self.begin);
+            self.queue.push(Waiter { rid, minimum, near, priority, left: LEFT, counted, answer });
             self.waiting.push(waiting);
         }
 

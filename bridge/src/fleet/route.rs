@@ -2,15 +2,16 @@
 
 use std::collections::{HashMap, VecDeque};
 
-/// Affinities of which the engine is remembered.
-const REMEMBERED: usize = 4096;
+/// Conversations and affinities of which the engine is remembered.
+const REMEMBERED: usize = 65_536;
 
 /// How a request finds its engine among those that may take it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Route {
-    /// The one with the fewest of our requests; in turn among equals. A request with an affinity goes where the last
-    /// one with it went, if that engine has a free place and is not far ahead. It may have a quarter of the fleet's
-    /// concurrency, and at least one request, more than the least loaded engine. The last 4096 affinities count.
+    /// The one with the fewest of our requests; in turn among equals. A request of a conversation goes where the last one of
+    /// that went, and else one with an affinity where the last one with it went, if that engine has a free place and is not
+    /// far ahead. It may have a quarter of the fleet's concurrency, and at least one request, more than the least loaded
+    /// engine. The 65,536 conversations and affinities that were used last count.
     #[default]
     LeastLoaded,
     /// In turn, whatever the affinity.
@@ -28,6 +29,26 @@ pub(super) struct View {
     pub(super) in_flight: usize,
 }
 
+/// Where a request would find its beginning in an engine's cache.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Near {
+    pub(super) conversation: Option<u64>,
+    pub(super) affinity: Option<u64>,
+}
+
+impl Near {
+    /// What is remembered of it, the nearest first.
+    fn keys(self) -> impl Iterator<Item = Key> {
+        self.conversation.map(Key::Conversation).into_iter().chain(self.affinity.map(Key::Affinity))
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Key {
+    Conversation(u64),
+    Affinity(u64),
+}
+
 /// Chooses for one request after another.
 #[derive(Debug)]
 pub(super) struct Router {
@@ -38,12 +59,15 @@ pub(super) struct Router {
     recent: Recent,
 }
 
-/// Which engine an affinity went to last.
+/// Which engine each went to last.
 #[derive(Debug, Default)]
 struct Recent {
-    engines: HashMap<u64, u64>,
-    /// From the one that was first heard of longest ago.
-    order: VecDeque<u64>,
+    /// The engine, and the use that was the last.
+    engines: HashMap<Key, (u64, u64)>,
+    /// Uses, the oldest first. Of those of one key the last counts.
+    uses: VecDeque<(Key, u64)>,
+    /// Counts them.
+    used: u64,
 }
 
 impl Router {
@@ -58,28 +82,31 @@ impl Router {
     }
 
     /// The engine for the next request, or `None` when each is out of the question or full.
-    pub(super) fn choose(&mut self, views: &[View], affinity: Option<u64>) -> Option<usize> {
-        let last = affinity.and_then(|affinity| self.recent.engines.get(&affinity));
-        let last = last.and_then(|last| views.iter().position(|view| view.id == *last));
+    pub(super) fn choose(&mut self, views: &[View], near: Near) -> Option<usize> {
+        let mut known = near.keys().filter_map(|key| self.recent.engines.get(&key));
+        let last = known.find_map(|(last, _)| views.iter().position(|view| view.id == *last));
         let chosen = choose(self.route, views, self.concurrency, self.turn, last)?;
         self.turn = self.turn.wrapping_add(1);
-        if let Some(affinity) = affinity {
-            self.recent.put(affinity, views[chosen].id);
-        }
+        near.keys().for_each(|key| self.recent.put(key, views[chosen].id));
         Some(chosen)
     }
 }
 
 impl Recent {
-    fn put(&mut self, affinity: u64, engine: u64) {
-        if self.engines.insert(affinity, engine).is_some() {
-            return;
-        }
-        self.order.push_back(affinity);
-        if self.order.len() > REMEMBERED
-            && let Some(oldest) = self.order.pop_front()
+    fn put(&mut self, key: Key, engine: u64) {
+        self.used += 1;
+        self.engines.insert(key, (engine, self.used));
+        self.uses.push_back((key, self.used));
+        while self.engines.len() > REMEMBERED
+            && let Some((oldest, at)) = self.uses.pop_front()
         {
-            self.engines.remove(&oldest);
+            if self.engines.get(&oldest).is_some_and(|(_, last)| *last == at) {
+                self.engines.remove(&oldest);
+            }
+        }
+        // Of the uses of one that is asked for again and again, only the last is of use.
+        if self.uses.len() > 2 * REMEMBERED {
+            self.uses.retain(|(key, at)| self.engines.get(key).is_some_and(|(_, last)| last == at));
         }
     }
 }
@@ -160,26 +187,50 @@ mod tests {
     fn router_finds_an_affinity_again_where_engines_came_and_went() {
         let mut router = Router::new(Route::LeastLoaded, 64);
         let mut views = views(&[0, 0, 0]);
-        let first = router.choose(&views, Some(7)).unwrap();
+        let near = Near { affinity: Some(7), ..Near::default() };
+        let first = router.choose(&views, near).unwrap();
         let id = views[first].id;
         views.remove(if first == 0 { 1 } else { 0 });
-        let again = router.choose(&views, Some(7)).unwrap();
+        let again = router.choose(&views, near).unwrap();
         assert_eq!(views[again].id, id);
         views.remove(again);
-        let elsewhere = router.choose(&views, Some(7)).unwrap();
+        let elsewhere = router.choose(&views, near).unwrap();
         assert_ne!(views[elsewhere].id, id);
     }
 
     #[test]
-    fn router_remembers_the_last_affinities_and_no_more() {
+    fn router_remembers_what_was_used_last_and_no_more() {
         let mut router = Router::new(Route::LeastLoaded, 64);
         let views = views(&[0, 0]);
-        let first = router.choose(&views, Some(0));
-        assert_eq!(router.choose(&views, Some(0)), first, "not in turn");
-        for affinity in 1..=REMEMBERED as u64 {
-            router.choose(&views, Some(affinity));
+        let near = |affinity| Near { affinity: Some(affinity), ..Near::default() };
+        let first = router.choose(&views, near(0));
+        assert_eq!(router.choose(&views, near(0)), first, "not in turn");
+        for affinity in 1..=3 * REMEMBERED as u64 {
+            router.choose(&views, near(affinity));
+            // One that goes on is not forgotten for others.
+            if affinity.is_multiple_of(100) {
+                router.choose(&views, near(0));
+            }
         }
-        let Recent { engines, order } = &router.recent;
-        assert!(engines.len() == REMEMBERED && order.len() == REMEMBERED && !engines.contains_key(&0));
+        let Recent { engines, uses, .. } = &router.recent;
+        assert!(engines.len() == REMEMBERED && uses.len() <= 2 * REMEMBERED);
+        let is_known = |affinity| engines.contains_key(&Key::Affinity(affinity));
+        assert!(is_known(0) && is_known(3 * REMEMBERED as u64) && !is_known(REMEMBERED as u64));
+    }
+
+    #[test]
+    fn conversation_stays_where_its_last_turn_was_whatever_its_group_does() {
+        let mut router = Router::new(Route::LeastLoaded, 64);
+        let idle = views(&[0, 0]);
+        let of = |conversation| Near { conversation: Some(conversation), affinity: Some(7) };
+        let first = router.choose(&idle, of(1)).unwrap();
+        assert_eq!(router.choose(&idle, of(2)), Some(first), "its first turn goes where the group is");
+        // The group's engine is far ahead for a moment.
+        let mut loads = [0, 0];
+        loads[first] = 60;
+        let other = router.choose(&views(&loads), of(3)).unwrap();
+        assert_ne!(other, first);
+        let turns = [1, 3, 2, 1].map(|conversation| router.choose(&idle, of(conversation)));
+        assert_eq!(turns, [first, other, first, first].map(Some));
     }
 }

@@ -56,7 +56,7 @@ impl Draw for Engines {
         sampling.sampling_seed = Some(number(&[&self.seed.to_le_bytes(), name, &nth.to_le_bytes()]) >> 1);
         let rid = Rid::new(number(&[&self.begun.to_le_bytes(), name]), nth);
         let mut request = GenerateRequest::new(rid, input_ids, sampling);
-        request.affinity = Some(number(&[name]));
+        request.conversation = Some(number(&[name]));
         self.fleet.generate(request, None).await.map_err(|error| {
             match error.is_transient() || error.is_no_engine() {
                 true => Refusal::Busy(error.to_string()),

@@ -19,6 +19,7 @@ use engines::{Engines, Nobody};
 pub(crate) use key::{KeyMaker, now};
 use open::Open;
 pub(crate) use open::is_name;
+use driftless::trainer::data::context;
 use serde_json::{Value, json};
 use std::io::Write as _;
 use std::net::SocketAddr;
@@ -28,8 +29,6 @@ use std::time::Duration;
 
 /// The journal of the sessions, in --save.
 const JOURNAL: &str = "sessions.journal";
-/// Most bytes of a `config.json`.
-const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
 const HELP: &str = "\
 A session is a name in the path of a client's base URL; it begins with its first request. What is sampled in it is kept in
@@ -139,13 +138,7 @@ impl Args {
         if let Some(tokens) = self.rollout_max_context_len {
             return Ok(tokens);
         }
-        let path = self.hf_checkpoint.join("config.json");
-        let bytes = paths::read("--hf-checkpoint", &path, CONFIG_BYTES_MAX)?;
-        let config: Value = serde_json::from_slice(&bytes)
-            .map_err(|source| Error::Json { what: path.display().to_string(), source })?;
-        let said = [&config, &config["text_config"]].map(|config| config["max_position_embeddings"].as_u64());
-        let said = said.into_iter().flatten().next().and_then(|tokens| usize::try_from(tokens).ok());
-        Ok(said.unwrap_or(Settings::default().context))
+        Ok(context(&self.hf_checkpoint)?.unwrap_or(Settings::default().context))
     }
 
     fn model_name(&self) -> String {

@@ -13,7 +13,7 @@ use driftless::buffer::Scalars;
 use driftless::http::runtime;
 use driftless::trainer::rollout::{answer, rewards, sampling_seed};
 use driftless::trainer::sample::{Prompt, Trajectory, Turn};
-use driftless::trainer::tasks::vocabulary;
+use driftless::trainer::data::vocabulary;
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 

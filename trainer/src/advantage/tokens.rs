@@ -2,7 +2,7 @@
 
 use crate::options::{Estimator, LearnOptions};
 
-/// What is known of the trained tokens of one sample. A column that no option asks for is empty; the others have
+/// What is known of the trained tokens of one answer, those of its samples one behind the other. A column that no option asks for is empty; the others have
 /// a value for each token.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Columns<'a> {
@@ -16,7 +16,7 @@ pub struct Columns<'a> {
     pub values: &'a [f32],
 }
 
-/// The advantages of a sample's trained tokens, not normalised, and the returns that a critic learns to expect.
+/// The advantages of an answer's trained tokens, not normalised, and the returns that a critic learns to expect.
 ///
 /// `advantage` is that of [`super::advantages`]. With γ and λ of the options, and `kl` weighted by
 /// `--kl-coef`:
@@ -73,7 +73,7 @@ pub fn discounted(rewards: &[f64], discount: f64) -> Vec<f64> {
     sums
 }
 
-/// Adds the reward of a whole sample to its last token.
+/// Adds the reward of a whole answer to its last token.
 fn end(rewards: &mut [f64], reward: f64) {
     if let Some(last) = rewards.last_mut() {
         *last += reward;

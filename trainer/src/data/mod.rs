@@ -1,5 +1,6 @@
 //! Prompts from files: rows, chat templates, tokens, and what is refused.
 
+mod config;
 mod example;
 mod order;
 #[cfg(feature = "parquet")]
@@ -7,6 +8,7 @@ mod parquet;
 mod rows;
 mod source;
 
+pub use config::{context, vocabulary};
 pub use driftless_agent::Tokenizer;
 pub use example::{Example, Refused, RowReader};
 pub use order::Order;

@@ -291,7 +291,7 @@ impl Evaluation {
             scope: first_bits(run.id().as_bytes()),
             seed: options.seed,
             rollout_max_context_len: options.rollout_max_context_len,
-            vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
+            vocabulary: crate::data::vocabulary(&options.hf_checkpoint)?,
             hook_retries: options.hook_retries,
             ..RolloutOptions::new(1, 1)
         };

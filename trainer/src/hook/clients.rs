@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -20,7 +20,9 @@ use tokio::time::{Instant, sleep_until};
 
 use super::sample::Claim;
 use super::{Fault, GENERATIONS_MAX};
-use crate::error::Result;
+use crate::data;
+use crate::error::{Failure, Result};
+use crate::sample::Turn;
 
 /// Requests of one answer that are drawn or wait at once.
 const WAITING_MAX: usize = 64;
@@ -33,6 +35,8 @@ pub(super) struct Clients {
     gateway: Gateway,
     sessions: Arc<Sessions<Arc<Seats>>>,
     seats: Arc<Seats>,
+    /// Tokens that the model's prompt and answer may have together, where that is known.
+    context: Option<usize>,
     opened: AtomicU64,
 }
 
@@ -44,8 +48,10 @@ struct Seats(Mutex<HashMap<String, Answering>>);
 struct Answering {
     asks: mpsc::Sender<Asked>,
     busy: Arc<watch::Sender<Busy>>,
-    /// Whether the gateway refused what a client asked for last.
-    refused: Arc<AtomicBool>,
+    /// Why a client got no answer to what it asked for last.
+    refused: Arc<Mutex<Option<Failure>>>,
+    /// Tokens of a conversation and its next answer.
+    context: usize,
 }
 
 /// Tokens that are to be drawn.
@@ -76,18 +82,22 @@ impl Clients {
         let free = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let heard = Heard { sessions: sessions.clone(), seats: seats.clone() };
         let gateway = Gateway::start(free, options, Arc::new(heard))?;
-        Ok(Clients { gateway, sessions, seats, opened: AtomicU64::new(0) })
+        let context = data::context(checkpoint)?;
+        Ok(Clients { gateway, sessions, seats, context, opened: AtomicU64::new(0) })
     }
 
     /// A session for an answer.
-    pub(super) async fn open(&self, answer: u64, sampling: SamplingParams) -> Result<Seat, Fault> {
+    pub(super) async fn open(&self, turn: &Turn<'_>) -> Result<Seat, Fault> {
+        let (answer, sampling) = (turn.sample, turn.sampling.clone());
+        let bounds = [turn.max_context_len, self.context];
+        let context = bounds.into_iter().flatten().min().unwrap_or(usize::MAX);
         let nth = self.opened.fetch_add(1, Ordering::Relaxed);
         let session = format!("{answer}-{nth}");
         let api_key = format!("{:032x}", rand::random::<u128>());
         let (sender, asks) = mpsc::channel(WAITING_MAX);
         let busy = Arc::new(watch::Sender::new(Busy { asks: 0, since: Instant::now() }));
-        let refused = Arc::new(AtomicBool::new(false));
-        let answering = Answering { asks: sender, busy: busy.clone(), refused: refused.clone() };
+        let refused = Arc::new(Mutex::default());
+        let answering = Answering { asks: sender, busy: busy.clone(), refused: refused.clone(), context };
         self.seats.lock().insert(session.clone(), answering);
         let seat = Seat {
             base_url: format!("http://{}/s/{session}/v1", self.gateway.addr()),
@@ -95,6 +105,7 @@ impl Clients {
             asks,
             busy: busy.subscribe(),
             refused,
+            context,
             session,
             sessions: self.sessions.clone(),
             seats: self.seats.clone(),
@@ -114,7 +125,8 @@ pub(super) struct Seat {
     pub(super) api_key: String,
     asks: mpsc::Receiver<Asked>,
     busy: watch::Receiver<Busy>,
-    refused: Arc<AtomicBool>,
+    refused: Arc<Mutex<Option<Failure>>>,
+    context: usize,
     session: String,
     sessions: Arc<Sessions<Arc<Seats>>>,
     seats: Arc<Seats>,
@@ -132,9 +144,9 @@ impl Seat {
         Patience { deadline, busy: Some(self.busy.clone()) }
     }
 
-    /// Whether the gateway refused what a client asked for last.
-    pub(super) fn is_refused(&self) -> bool {
-        self.refused.load(Ordering::Relaxed)
+    /// Why a client got no answer to what it asked for last.
+    pub(super) fn refused(&self) -> Option<Failure> {
+        *self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The conversations that clients had, as samples; none if they had none. Nothing is drawn for them from now on.
@@ -142,7 +154,7 @@ impl Seat {
         self.asks.close();
         // Whoever waits is refused with what is dropped here.
         while self.asks.try_recv().is_ok() {}
-        let samples = self.sessions.samples(&self.session, false, usize::MAX).await;
+        let samples = self.sessions.samples(&self.session, false, self.context).await;
         let samples = samples.map_err(|refusal| Fault::of("the conversations of the answer", refusal))?;
         Ok(samples.into_iter().map(claim).collect())
     }
@@ -194,9 +206,13 @@ impl Converse for Heard {
     async fn ask(&self, session: &str, ask: Ask) -> Result<Answer, Refusal> {
         let answer = self.sessions.ask(session, ask).await;
         if let Some(answering) = self.seats.lock().get(session) {
-            // An engine that is away is no refusal: the client comes back.
-            let is_refused = matches!(&answer, Err(refusal) if !matches!(refusal, Refusal::Busy(_)));
-            answering.refused.store(is_refused, Ordering::Relaxed);
+            let refused = match &answer {
+                // An engine that is away is no refusal: the client comes back.
+                Ok(_) | Err(Refusal::Busy(_)) => None,
+                Err(Refusal::ContextFull { .. }) => Some(Failure::Context),
+                Err(_) => Some(Failure::Refused),
+            };
+            *answering.refused.lock().unwrap_or_else(PoisonError::into_inner) = refused;
         }
         answer
     }
@@ -221,10 +237,17 @@ impl Draw for Seats {
         session: &str,
         nth: u64,
         input_ids: Vec<i32>,
-        sampling: SamplingParams,
+        mut sampling: SamplingParams,
     ) -> Result<Generation, Refusal> {
         let over = || Refusal::Over("the answer that this was a part of has ended".to_owned());
-        let Answering { asks, busy, .. } = self.lock().get(session).cloned().ok_or_else(over)?;
+        let Answering { asks, busy, context, .. } = self.lock().get(session).cloned().ok_or_else(over)?;
+        let room = context.saturating_sub(input_ids.len());
+        if room == 0 {
+            // Clients that compact do so now; nothing is drawn, and nothing of it is trained on.
+            return Err(Refusal::ContextFull { tokens: input_ids.len() as u64, limit: context as u64 });
+        }
+        let room = u32::try_from(room).unwrap_or(u32::MAX);
+        sampling.max_new_tokens = sampling.max_new_tokens.min(room);
         let _waiting = Waiting::new(busy);
         let (reply, replied) = oneshot::channel();
         asks.send(Asked { nth, input_ids, sampling, reply }).await.map_err(|_| over())?;

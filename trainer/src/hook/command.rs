@@ -18,7 +18,7 @@ use crate::service::Silent;
 /// Longest line of its standard error that is kept whole.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Times that a question is given to a command that ends instead of answering.
-const ATTEMPTS: u32 = 2;
+pub(super) const ATTEMPTS: u32 = 2;
 /// Lines of its standard error by which one that is started again is known to repeat itself.
 const NOTES_KEPT: usize = 64;
 
@@ -62,16 +62,17 @@ impl Pool {
         Pool { flag, options: options.clone(), free: Semaphore::new(processes), places }
     }
 
-    /// The line that answers `line`, which has this `id`, and what it belongs to where the process can be told more.
+    /// The line that answers `line`, which has this `id`, of so many processes at most, and what it belongs to where the process can be told more.
     pub(super) async fn ask(
         self: &Arc<Self>,
         id: u64,
         mut line: Vec<u8>,
         patience: Patience,
+        attempts: u32,
     ) -> Result<(Vec<u8>, Option<Talk>), Silent> {
         line.push(b'\n');
         let (line, mut found) = (Arc::new(line), String::new());
-        for _ in 0..ATTEMPTS {
+        for _ in 0..attempts {
             match self.ask_once(id, line.clone(), &patience).await {
                 Ok(answer) => return Ok(answer),
                 // A new one may do better.

@@ -14,9 +14,9 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::clients::{Asked, Patience, Seat};
-use super::command::Broken;
+use super::command::{ATTEMPTS, Broken};
 use super::many::Talk;
-use super::sample::{Claim, Made, assemble};
+use super::sample::{Claim, Made, assemble, once};
 use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
 use crate::error::{Failure, Result};
@@ -148,8 +148,7 @@ impl Hook {
         };
         let refused = |fault| self.refused(format_args!("sample {}, {}", turn.sample, prompt.place), fault);
         if let Some(clients) = &self.clients {
-            conversation.seat =
-                Some(clients.open(turn.sample, turn.sampling.clone()).await.map_err(refused)?);
+            conversation.seat = Some(clients.open(turn).await.map_err(refused)?);
         }
         loop {
             let next = conversation.next().await?;
@@ -167,30 +166,60 @@ impl Conversation<'_> {
     fn typed(&self, fault: Fault) -> Fault {
         let heard = match &self.seat {
             _ if self.is_full => Failure::Context,
-            Some(seat) if seat.is_refused() => Failure::Refused,
-            _ => Failure::Hook,
+            Some(seat) => seat.refused().unwrap_or(Failure::Hook),
+            None => Failure::Hook,
         };
         Fault { failure: fault.failure.or(Some(heard)), ..fault }
     }
 
     /// What the hook says to what was made so far.
     async fn next(&mut self) -> Result<Result<Next, Fault>> {
-        let patience = match &self.seat {
-            Some(seat) => seat.patience(self.hook.deadline),
-            None => self.hook.deadline.into(),
-        };
         if let Some(talk) = self.talk.take() {
+            let patience = self.patience();
             match self.say(talk, &patience).await? {
                 Ok(ControlFlow::Break(next)) => return Ok(Ok(next)),
                 Err(fault) => return Ok(Err(fault)),
-                // What the process knew went with it.
                 Ok(ControlFlow::Continue(())) => {
-                    self.begun_again = true;
-                    self.made.clear();
-                    self.said.clear();
+                    if let Err(fault) = self.begin_again().await {
+                        return Ok(Err(fault));
+                    }
                 }
             }
         }
+        loop {
+            match self.ask().await? {
+                Err(fault) if self.seat.is_some() && fault.has_ended() && !self.begun_again => {
+                    if let Err(fault) = self.begin_again().await {
+                        return Ok(Err(fault));
+                    }
+                }
+                asked => return Ok(asked),
+            }
+        }
+    }
+
+    fn patience(&self) -> Patience {
+        match &self.seat {
+            Some(seat) => seat.patience(self.hook.deadline),
+            None => self.hook.deadline.into(),
+        }
+    }
+
+    /// Forgets what was made for a process that has ended: what it knew went with it. Another one may ask its clients for
+    /// something else, so that they get a session of their own.
+    async fn begin_again(&mut self) -> Result<(), Fault> {
+        self.begun_again = true;
+        self.made.clear();
+        self.said.clear();
+        if let Some(clients) = &self.hook.clients {
+            self.seat = Some(clients.open(self.turn).await?);
+            self.drawn.clear();
+        }
+        Ok(())
+    }
+
+    /// Asks a process for the whole answer.
+    async fn ask(&mut self) -> Result<Result<Next, Fault>> {
         let question = Question {
             index: self.turn.sample,
             prompt: &self.prompt.text,
@@ -207,7 +236,11 @@ impl Conversation<'_> {
             Ok(asked) => asked,
             Err(fault) => return Ok(Err(fault)),
         };
-        let begun = self.beside_clients(self.hook.begin(asked, EXPECTED, patience)).await?;
+        // One that ends is not asked again here, where clients had something drawn for it.
+        let attempts = if self.seat.is_some() { 1 } else { ATTEMPTS };
+        let hook = self.hook;
+        let asking = hook.begin(asked, EXPECTED, self.patience(), attempts);
+        let begun = self.beside_clients(asking).await?;
         Ok(begun.map(|(next, talk)| {
             self.talk = talk;
             next
@@ -300,6 +333,7 @@ impl Conversation<'_> {
                 samples.push(assemble(one, prompt, &self.drawn, vocabulary)?);
             }
         }
+        once(&mut samples);
         Ok(samples)
     }
 

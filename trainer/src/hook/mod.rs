@@ -28,6 +28,7 @@ use crate::error::{Error, Failure, Result, short};
 use crate::service::{LOOK, Service, Silent};
 
 use clients::Patience;
+use command::ATTEMPTS;
 pub use filters::{Filter, Filters};
 pub use group::Rm;
 
@@ -150,7 +151,7 @@ impl Hook {
         expected: &'static str,
     ) -> Result<A, Fault> {
         let asked = self.asked(hook, question, expected)?;
-        Ok(self.begin(asked, expected, self.deadline.into()).await?.0)
+        Ok(self.begin(asked, expected, self.deadline.into(), ATTEMPTS).await?.0)
     }
 
     /// A question with an id of its own.
@@ -164,15 +165,17 @@ impl Hook {
         Ok(Question { id, line: line(&Line { id, hook, question }, expected)? })
     }
 
-    /// As [`Hook::ask`], with the answer itself where the process has it open and can be told more.
+    /// As [`Hook::ask`] of so many processes, one where the one before ended; with the answer itself where the process has
+    /// it open and can be told more.
     async fn begin<A: DeserializeOwned>(
         &self,
         Question { id, line }: Question,
         expected: &'static str,
         patience: Patience,
+        attempts: u32,
     ) -> Result<(A, Option<many::Talk>), Fault> {
         let (answer, talk) = match &self.peer {
-            Peer::Command(pool) => pool.ask(id, line, patience).await,
+            Peer::Command(pool) => pool.ask(id, line, patience, attempts).await,
             Peer::Service(service) => service.ask(line).await.map(|answer| (answer, None)),
         }
         .map_err(|silent| Fault::away(expected, silent))?;
@@ -197,6 +200,11 @@ impl Fault {
     /// Nothing that could be an answer.
     fn away(expected: &str, Silent { found, todo, failure }: Silent) -> Self {
         Fault { todo, is_away: true, failure: Some(failure), ..Fault::of(expected, found) }
+    }
+
+    /// Whether a process ended in the middle of an answer, or could not be started.
+    fn has_ended(&self) -> bool {
+        self.is_away && self.failure == Some(Failure::Environment)
     }
 
     /// An error that the hook tells of. An outcome that is none counts as a bug of it.

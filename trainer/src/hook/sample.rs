@@ -1,7 +1,10 @@
 //! A command's claim becomes a sample that can be trained on: every trained token has the id, the log-probability and
 //! the version that an engine gave it.
 
+use std::collections::HashSet;
+
 use driftless_bridge::Generation;
+use driftless_bridge::engine::context;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -66,6 +69,21 @@ pub(super) fn assemble(
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
+    }
+}
+
+/// Has each token that several samples of an answer hold trained on in the first of them alone.
+pub(super) fn once(samples: &mut [Trajectory]) {
+    let mut trained = HashSet::new();
+    for Trajectory { tokens, prompt_len, loss_mask, replies, .. } in samples {
+        for reply in replies {
+            let mut behind = reply.context;
+            for at in reply.start as usize..reply.end as usize {
+                let is_new = loss_mask[at] == 0 || trained.insert((reply.rid, behind));
+                loss_mask[at] &= u8::from(is_new);
+                behind = context(behind, &[tokens[*prompt_len + at]]);
+            }
+        }
     }
 }
 
@@ -164,6 +182,23 @@ mod tests {
         let turns = [made(&[1], &[2, 3], 8), made(&[1], &[2, 5], 9)];
         let sample = assemble(claim(&[1, 2, 5]), &[1], &turns, None).unwrap();
         assert_eq!((sample.log_probs, sample.spans), (vec![-2.0, -5.0], vec![span(9, 0, 2)]));
+    }
+
+    #[test]
+    fn token_of_several_samples_is_trained_on_in_the_first() {
+        let turns = [made(&[1], &[2, 3], 8), made(&[1, 2, 3, 4], &[5], 9)];
+        let of = |tokens: &[i32]| assemble(claim(tokens), &[1], &turns, None).unwrap();
+        let masked = Claim { loss_mask: Some(vec![0, 1]), ..claim(&[1, 2, 3]) };
+        let mut samples = [
+            assemble(masked, &[1], &turns, None).unwrap(),
+            of(&[1, 2, 3, 4, 5]),
+            of(&[1, 2, 3]),
+            // Another token before them: no engine wrote these here.
+            of(&[1, 7, 3, 4, 5]),
+        ];
+        once(&mut samples);
+        let masks = samples.map(|sample| sample.loss_mask);
+        assert_eq!(masks, [vec![0, 1], vec![1, 0, 0, 1], vec![0, 0], vec![0; 4]]);
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl Turn<'_> {
     /// # Errors
     /// [`crate::Error::Bridge`].
     pub async fn single(&self, prompt: &Prompt) -> Result<Trajectory> {
-        let generation = self.generate(0, prompt.tokens.clone(), self.sampling.clone()).await?;
+        let generation = self.ask(0, prompt.tokens.clone(), self.sampling.clone(), None).await?;
         let tokens = [prompt.tokens.as_slice(), &generation.output_ids].concat();
         let mut trajectory = Trajectory::new(tokens, prompt.tokens.len());
         trajectory.take(&prompt.tokens, &generation);
@@ -101,7 +101,19 @@ impl Turn<'_> {
         &self,
         nth: u64,
         input_ids: Vec<i32>,
+        sampling: SamplingParams,
+    ) -> Result<Generation> {
+        // What is measured has numbers of its own.
+        let conversation = if self.evaluation { !self.sample } else { self.sample };
+        self.ask(nth, input_ids, sampling, Some(conversation)).await
+    }
+
+    async fn ask(
+        &self,
+        nth: u64,
+        input_ids: Vec<i32>,
         mut sampling: SamplingParams,
+        conversation: Option<u64>,
     ) -> Result<Generation> {
         let room = self.max_context_len.map(|context| context.saturating_sub(input_ids.len()));
         let room = room.and_then(|room| u32::try_from(room).ok()).unwrap_or(u32::MAX);
@@ -126,6 +138,7 @@ impl Turn<'_> {
         }
         let mut request =
             GenerateRequest::new(self.rid.generation(nth), input_ids, sampling).with_affinity(self.group);
+        request.conversation = conversation;
         request.meter = self.meter.clone();
         request.priority = if self.evaluation { EVALUATION } else { 0 };
         let generation = match self.underway {

@@ -8,8 +8,8 @@ use async_trait::async_trait;
 use serde_json::json;
 
 use super::problems::{Kind, Problem};
-use super::{DataSource, vocabulary};
-use crate::data::{Dataset, Example, RowReader, Tokenizer};
+use super::DataSource;
+use crate::data::{Dataset, Example, RowReader, Tokenizer, vocabulary};
 use crate::error::{Error, Place, Result, input};
 use crate::reward::Reward;
 use crate::sample::{Answer, Prompt};

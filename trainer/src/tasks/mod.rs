@@ -7,7 +7,7 @@ mod sourced;
 pub mod tiny;
 
 pub use generated::Generated;
-pub use prompts::{Prompts, vocabulary};
+pub use prompts::Prompts;
 pub use sourced::Sourced;
 
 use std::fmt;

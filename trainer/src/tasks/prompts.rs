@@ -3,11 +3,10 @@
 use std::path::Path;
 
 use async_trait::async_trait;
-use driftless_store::os::regular;
 
 use super::DataSource;
-use crate::data::{Dataset, Order, Tokenizer};
-use crate::error::{Error, Result, io};
+use crate::data::{Dataset, Order, Tokenizer, vocabulary};
+use crate::error::{Error, Result};
 use crate::sample::Prompt;
 
 /// Prompts from files.
@@ -83,17 +82,4 @@ impl DataSource for Prompts {
     fn tokenizer(&self) -> &Tokenizer {
         &self.data.tokenizer
     }
-}
-
-/// Tokens of the model of a checkpoint directory, as its `config.json` says.
-///
-/// # Errors
-/// [`Error::Io`] and [`Error::Json`] for that file.
-pub fn vocabulary(checkpoint: &Path) -> Result<Option<u64>> {
-    let path = checkpoint.join("config.json");
-    let bytes = regular::read(&path).map_err(io("read", &path))?;
-    let config: serde_json::Value =
-        serde_json::from_slice(&bytes).map_err(|source| Error::Json { path: path.clone(), source })?;
-    // A model that takes images too says it of its language model.
-    Ok(config["text_config"]["vocab_size"].as_u64().or_else(|| config["vocab_size"].as_u64()))
 }

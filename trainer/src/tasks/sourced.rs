@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::{DataSource, vocabulary};
-use crate::data::{RowReader, Tokenizer};
+use super::DataSource;
+use crate::data::{RowReader, Tokenizer, vocabulary};
 use crate::error::{Place, Result};
 use crate::hook::{Fault, Hook};
 use crate::sample::Prompt;

@@ -344,7 +344,7 @@ impl<'o> Session<'o> {
                 seed: options.seed,
                 sampling: options.sampling.clone(),
                 rollout_max_context_len: options.rollout_max_context_len,
-                vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
+                vocabulary: crate::data::vocabulary(&options.hf_checkpoint)?,
                 hook_retries: options.hook_retries,
                 ..RolloutOptions::new(options.rollout_batch_size, options.n_samples_per_prompt)
             },

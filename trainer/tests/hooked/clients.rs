@@ -1,15 +1,15 @@
 //! Clients of an answer: what they are drawn at its address is its samples.
 
-use super::Echo;
+use super::{Echo, turn};
 use super::many::Room;
 use async_trait::async_trait;
 use driftless_agent::chat::ChatTemplate;
 use driftless_agent::{Family, Tokenizer};
 use driftless_bridge::engine::{Digester, Tell, context};
 use driftless_bridge::{GenerateRequest, Generation, Label};
-use driftless_trainer::Error;
+use driftless_trainer::{Error, Failure};
 use driftless_trainer::hook::{Hook, HookOptions};
-use driftless_trainer::sample::{Engines, Trajectory};
+use driftless_trainer::sample::{Engines, Trajectory, Turn};
 use driftless_trainer::tasks::tiny;
 use serde_json::json;
 use std::path::Path;
@@ -55,6 +55,7 @@ pub(super) fn checkpoint(dir: &Path) {
     });
     std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
     std::fs::write(dir.join("chat_template.jinja"), TEMPLATE).unwrap();
+    std::fs::write(dir.join("config.json"), r#"{"max_position_embeddings": 4096}"#).unwrap();
 }
 
 /// A room whose hook is `ASKING` with this function.
@@ -231,4 +232,64 @@ async fn checkpoint_whose_conversations_are_unknown_is_refused_by_name() {
     let options = HookOptions::new("cat").with_clients(dir.path().to_owned());
     let refused = Hook::open("--custom-generate-command", &options).unwrap_err();
     assert!(matches!(refused, Error::Agent(_)), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn client_whose_context_is_full_is_told_so_and_goes_on_with_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+def code(turn, text):
+    try:
+        ask(turn, [{"role": "user", "content": text}])
+    except urllib.error.HTTPError as error:
+        return json.load(error)["error"]["code"]
+
+@generate
+def answer(turn: Turn) -> None:
+    converse(turn, "?", 2)
+    assert code(turn, "x" * 5000) == "context_length_exceeded"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "no"}, {"role": "user", "content": "y" * 400}]
+    try:
+        ask(turn, messages)
+    except urllib.error.HTTPError as error:
+        assert turn.label == "1" and error.code == 400
+    if turn.label == "1":
+        raise RuntimeError("there is no room")
+    converse(turn, "compacted", 1)
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let answer = room.answer(0).await.unwrap();
+    let trained = |one: &Trajectory| one.loss_mask.iter().filter(|mask| **mask == 1).count();
+    assert_eq!(answer.iter().map(trained).collect::<Vec<_>>(), [4, 2, 2]);
+    assert!(answer.iter().all(|one| one.tokens.len() < 4096));
+    // The run's own bound, and a function that gives up.
+    let error = room.answer_to(Turn { max_context_len: Some(300), ..turn(1) }).await.unwrap_err();
+    assert!(matches!(&error, Error::Hook { failure: Failure::Context, .. }), "{error:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn conversations_of_a_process_that_died_are_no_part_of_the_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+import os
+
+@generate
+def answer(turn: Turn) -> None:
+    first = not os.path.exists("died")
+    open("died", "w").close()
+    converse(turn, "of the first" if first else "of the second", 2)
+    if turn.label == "1":
+        turn.generate(max_new_tokens=1)
+        turn.generate(max_new_tokens=1)
+    if first:
+        os._exit(9)
+"#;
+    for label in [0, 1] {
+        let room = asking(dir.path(), function, 60).await;
+        let answer = room.answer(label).await.unwrap();
+        let tokenizer = Tokenizer::open(dir.path()).unwrap();
+        let texts: Vec<_> = answer.iter().map(|one| tokenizer.decode(&one.tokens).unwrap()).collect();
+        assert!(texts.len() == 1 && texts[0].contains("of the second"), "{texts:?}");
+        assert_eq!(check_replies(&answer[0]), 2);
+    }
 }

@@ -22,7 +22,7 @@ use crate::ledger::{self, Ledger, Recipe};
 use crate::options::{LearnOptions, Mode};
 use crate::rollout::{Policy, PromptNote, Queue, RolloutOptions, Rollouts};
 use crate::tasks::{Task, tiny};
-use crate::verify::verify;
+use driftless_verify::verify;
 use world::{Data, Fleet, World, Worth, draw, length, token, worth};
 
 const RUN: [u8; 16] = [7; 16];

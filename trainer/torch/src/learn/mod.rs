@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashMap;
+
 use driftless_trainer::advantage::{self, Columns};
 use driftless_trainer::learner::{self, Sample};
 use driftless_trainer::metrics::StepStats;
@@ -41,6 +43,12 @@ struct Known {
     kl: Vec<f32>,
     reverse_kl: Vec<f32>,
     values: Vec<f32>,
+}
+
+impl Known {
+    fn columns(&self) -> [&[f32]; 3] {
+        [&self.kl, &self.reverse_kl, &self.values]
+    }
 }
 
 /// What came of a rollout.
@@ -212,37 +220,80 @@ impl<'a> Rollout<'a> {
 
     /// The advantages of every trained token, and its return.
     fn advantages(&mut self, known: &[Known], optimizer: &AdamW) -> Result<()> {
-        let (samples, options) = (self.samples, self.options);
-        let (mut all, mut returns, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
-        for ((chosen, batch), known) in self.batches().zip(known) {
-            let mut start = 0;
-            for (&index, &tokens) in chosen.iter().zip(&batch.counts) {
-                let end = start + tokens;
-                let of = |column: &'_ [f32]| column.get(start..end).unwrap_or_default().to_vec();
-                let (kl, reverse_kl, values) = (of(&known.kl), of(&known.reverse_kl), of(&known.values));
-                let columns = Columns { tokens, kl: &kl, reverse_kl: &reverse_kl, values: &values };
-                let (own, own_returns) = advantage::of_tokens(options, samples[index].advantage, &columns);
-                all.extend(own);
-                returns.extend(own_returns);
-                start = end;
-            }
-            lengths.push(start);
-        }
+        let options = self.options;
+        let (all, returns) = self.of_answers(known, optimizer)?;
+        let starts = starts(self.samples.iter().map(Sample::trained));
+        let of_sample = |column: &'_ [f32], index: usize| -> Vec<f32> {
+            column.get(starts[index]..starts[index + 1]).unwrap_or_default().to_vec()
+        };
+        // In the order of this rank's passes.
+        let own = |column: &[f32], chosen: &[usize]| -> Vec<f32> {
+            chosen.iter().flat_map(|&index| of_sample(column, index)).collect()
+        };
+        let mut columns: Vec<Vec<f32>> = self.batches().map(|(chosen, _)| own(&all, chosen)).collect();
         if options.normalizes() {
-            all = normalize(&all, |sums| optimizer.sum(sums))?;
+            let normal = normalize(&columns.concat(), |sums| optimizer.sum(sums))?;
+            let mut rest = normal.as_slice();
+            for column in &mut columns {
+                let (first, others) = rest.split_at(column.len());
+                column.copy_from_slice(first);
+                rest = others;
+            }
         }
-        let (mut all, mut returns) = (all.as_slice(), returns.as_slice());
-        for ((_, batch), length) in self.batches().zip(lengths) {
+        for ((chosen, batch), column) in self.batches().zip(columns) {
             let device = batch.weights.device();
-            let column = |rest: &mut &[f32]| -> Result<Tensor> {
-                let (own, others) = rest.split_at(length.min(rest.len()));
-                *rest = others;
-                Ok(Tensor::f_from_slice(own)?.f_to_device(device)?)
-            };
-            batch.advantages = column(&mut all)?;
-            batch.returns = (!returns.is_empty()).then(|| column(&mut returns)).transpose()?;
+            let tensor =
+                |column: &[f32]| -> Result<Tensor> { Ok(Tensor::f_from_slice(column)?.f_to_device(device)?) };
+            batch.advantages = tensor(&column)?;
+            batch.returns = (!returns.is_empty()).then(|| tensor(&own(&returns, chosen))).transpose()?;
         }
         Ok(())
+    }
+
+    /// Advantages, not normalised, and returns, of all trained tokens in the order of the samples. The samples of an answer
+    /// are one episode in their order, whichever ranks have them: its reward comes at its end.
+    fn of_answers(&mut self, known: &[Known], optimizer: &AdamW) -> Result<(Vec<f32>, Vec<f32>)> {
+        let (samples, options) = (self.samples, self.options);
+        let is_wanted = [options.kl_coef > 0.0, options.use_opd, options.critic().is_some()];
+        let mut gathered = [Vec::new(), Vec::new(), Vec::new()];
+        for (at, all) in gathered.iter_mut().enumerate().filter(|(at, _)| is_wanted[*at]) {
+            *all = self.gathered(known, |known| known.columns()[at], optimizer)?;
+        }
+        let starts = starts(samples.iter().map(Sample::trained));
+        let (mut advantages, mut returns) = (vec![0.0; starts[samples.len()]], Vec::new());
+        for parts in by_answer(samples) {
+            let places: Vec<usize> =
+                parts.iter().flat_map(|&part| starts[part]..starts[part + 1]).collect();
+            let of = |column: &[f32]| -> Vec<f32> {
+                places.iter().filter_map(|place| column.get(*place)).copied().collect()
+            };
+            let [kl, reverse_kl, values] = [&gathered[0], &gathered[1], &gathered[2]].map(|all| of(all));
+            let columns = Columns { tokens: places.len(), kl: &kl, reverse_kl: &reverse_kl, values: &values };
+            let (own, expected) = advantage::of_tokens(options, samples[parts[0]].advantage, &columns);
+            if !expected.is_empty() {
+                returns.resize(advantages.len(), 0.0);
+                places.iter().zip(expected).for_each(|(place, value)| returns[*place] = value);
+            }
+            places.iter().zip(own).for_each(|(place, value)| advantages[*place] = value);
+        }
+        Ok((advantages, returns))
+    }
+
+    /// A column of what is known, of the trained tokens that all ranks have, in the order of the samples.
+    fn gathered(
+        &mut self,
+        known: &[Known],
+        column: impl Fn(&Known) -> &[f32],
+        optimizer: &AdamW,
+    ) -> Result<Vec<f32>> {
+        let starts = starts(self.samples.iter().map(Sample::trained));
+        let mut all = vec![0.0; starts[self.samples.len()]];
+        for ((chosen, _), known) in self.batches().zip(known) {
+            let places = chosen.iter().flat_map(|&index| starts[index]..starts[index + 1]);
+            places.zip(column(known)).for_each(|(place, value)| all[place] = f64::from(*value));
+        }
+        optimizer.sum(&mut all)?;
+        Ok(all.into_iter().map(|value| value as f32).collect())
     }
 
     /// Asks the critic for values, works out advantages, and has it learn their returns.
@@ -271,11 +322,7 @@ impl<'a> Rollout<'a> {
     /// samples: one for each response token, NaN where it is not trained on.
     fn in_order(&mut self, log_probs: &[f32], optimizer: &AdamW) -> Result<Vec<f32>> {
         let samples = self.samples;
-        let mut starts = vec![0];
-        starts.extend(samples.iter().scan(0, |end, sample| {
-            *end += sample.response_len();
-            Some(*end)
-        }));
+        let starts = starts(samples.iter().map(Sample::response_len));
         let mut all = vec![0.0; starts[samples.len()]];
         let mut values = log_probs.iter();
         for (chosen, _) in self.batches() {
@@ -299,6 +346,28 @@ impl<'a> Rollout<'a> {
         }
         Ok(())
     }
+}
+
+/// Where each of several columns begins that lie one behind the other, and where the last ends.
+fn starts(lengths: impl Iterator<Item = usize>) -> Vec<usize> {
+    let ends = lengths.scan(0, |end, length| {
+        *end += length;
+        Some(*end)
+    });
+    std::iter::once(0).chain(ends).collect()
+}
+
+/// Places of the samples of each answer, in their order.
+fn by_answer(samples: &[Sample<'_>]) -> Vec<Vec<usize>> {
+    let (mut answers, mut known) = (Vec::<Vec<usize>>::new(), HashMap::new());
+    for (place, sample) in samples.iter().enumerate() {
+        let at = *known.entry(sample.answer).or_insert(answers.len());
+        match answers.get_mut(at) {
+            Some(parts) => parts.push(place),
+            None => answers.push(vec![place]),
+        }
+    }
+    answers
 }
 
 /// Of each response token, whether it is trained on.

@@ -168,7 +168,13 @@ fn split_rollouts_have_the_same_loss_and_gradients() {
     let cases = [
         penalised(&engines).with_entropy_coef(0.05),
         engines.clone().with_advantage_estimator(Estimator::Cispo),
-        engines.with_calculate_per_token_loss(true),
+        engines.clone().with_calculate_per_token_loss(true),
+        engines.clone().with_advantage_estimator(Estimator::ReinforcePlusPlus).with_gamma(0.9),
+        engines
+            .with_advantage_estimator(Estimator::ReinforcePlusPlus)
+            .with_gamma(0.8)
+            .with_kl_coef(0.3)
+            .with_kl_loss_type(Kl::K2),
         options().with_use_tis(true).with_tis_clip_low(0.5).with_tis_clip(1.5),
     ];
     for options in cases {
@@ -393,6 +399,32 @@ fn values(critic: &mut Critic, samples: &[learner::Sample<'_>], options: &LearnO
     let packed = pack(&critic.trained.model, samples, options).unwrap();
     let of = |batch: &Batch| Vec::<f32>::try_from(critic.values(batch).unwrap()).unwrap();
     packed.batches.iter().flat_map(of).collect()
+}
+
+#[test]
+fn split_rollouts_have_the_same_advantages_under_a_critic() {
+    let dir = tempfile::tempdir().unwrap();
+    let (generations, (_, options)) = (generations(), critic(dir.path()));
+    let mut options = options.with_gamma(0.95).with_lambd(0.9).with_kl_coef(0.2);
+    options.critic.num_critic_only_steps = 4;
+    let learned = |samples: Vec<learner::Sample<'_>>| {
+        let (mut critic, mut policy) = (critic(dir.path()).0, policy());
+        let mut stats = StepStats::default();
+        // Values are no zeros any more when the policy learns.
+        for rollout_id in 0..5 {
+            let batch = learner::Batch { rollout_id, samples: samples.clone() };
+            stats = learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap().stats;
+        }
+        (stats, weights(&policy))
+    };
+    let (expected, trained) = learned(whole(&generations));
+    let before = weights(&policy());
+    assert!(trained.iter().zip(&before).any(|(a, b)| (a - b).abs() > 1e-5));
+    let (found, split) = learned(samples(&generations, |number| vec![1 + number, 2 + number]));
+    assert!((found.value_loss - expected.value_loss).abs() < 1e-5, "{found:?} {expected:?}");
+    assert!((found.loss - expected.loss).abs() < 1e-5 && (found.kl - expected.kl).abs() < 1e-5);
+    let furthest = trained.iter().zip(&split).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(furthest < 2e-4, "weights are {furthest:e} apart");
 }
 
 #[test]

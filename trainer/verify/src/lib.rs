@@ -1,6 +1,9 @@
 //! Whether a run trained on what its engines drew: each step's samples in the log against the digests that were made of the
-//! engines' replies. It reads the log and `ledger.jsonl` by itself, and shares nothing with what wrote them but their forms.
+//! engines' replies. It reads `ledger.jsonl`, `versions.jsonl` and the digests by itself, and shares nothing with what wrote
+//! them but their forms.
 
+mod digest;
+mod ledger;
 mod sample;
 #[cfg(test)]
 mod tests;
@@ -10,13 +13,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 
-use driftless_buffer::{self as buffer, Kind, Position, Reader, Record};
-use serde::{Deserialize, Serialize};
+use driftless_buffer::sample::Scalars;
+use driftless_buffer::{self as buffer, Kind, Position, Reader, Record, Result};
+use serde::Serialize;
 
-use crate::error::Result;
-use crate::ledger::{self, Learned};
-use crate::lines;
-use crate::sample::{answer_of, part_of};
+use ledger::Learned;
+use sample::Trained;
 
 /// Faults that a report names. It counts all.
 const NAMED_MAX: usize = 20;
@@ -105,37 +107,33 @@ impl fmt::Display for Fault {
 /// Checks what the run in `save` learned from, as far as its log has it.
 ///
 /// # Errors
-/// [`crate::Error::Io`] and [`crate::Error::Buffer`] for files that cannot be read. What is wrong with them is in the report.
+/// Those of the log's reader, and [`buffer::Error::Io`] for other files that cannot be read. What is wrong with them is in the
+/// report.
 pub fn verify(save: &Path, log: &Path) -> Result<Report> {
     // First: what a run that goes on notes after this is in the log that is read after it.
-    let steps = ledger::learned(save)?;
-    let versions = Versions::read(save)?;
+    let steps = ledger::read(save)?;
+    let versions = ledger::versions(save)?;
     let log = Log::read(log, steps.values().flat_map(|learned| learned.groups.iter().copied()).collect())?;
     let mut verifier = Verifier { log, report: Report::default(), taken: BTreeMap::new() };
     for (step, learned) in &steps {
-        verifier.step(*step, learned, versions.newest(*step))?;
+        verifier.step(*step, learned, newest(&versions, *step))?;
     }
     Ok(verifier.report)
 }
 
-/// The optimiser step of each version, as `versions.jsonl` has them.
-struct Versions(BTreeMap<u64, u64>);
+/// The newest version that there was when a step began.
+fn newest(versions: &BTreeMap<u64, u64>, step: u64) -> Option<u64> {
+    versions.iter().rev().find(|(_, made)| **made <= step).map(|(version, _)| *version)
+}
 
-impl Versions {
-    fn read(save: &Path) -> Result<Self> {
-        #[derive(Deserialize)]
-        struct Line {
-            version: u64,
-            step: u64,
-        }
-        let lines: Vec<Line> = lines::read(&save.join("versions.jsonl"))?;
-        Ok(Versions(lines.into_iter().map(|line| (line.version, line.step)).collect()))
-    }
+/// The answer of a sample.
+fn answer_of(sample_id: u64) -> u64 {
+    sample_id % Scalars::ANSWERS_MAX
+}
 
-    /// The newest that there was when a step began.
-    fn newest(&self, step: u64) -> Option<u64> {
-        self.0.iter().rev().find(|(_, made)| **made <= step).map(|(version, _)| *version)
-    }
+/// Which of its answer's samples it is.
+fn part_of(sample_id: u64) -> usize {
+    usize::try_from(sample_id / Scalars::ANSWERS_MAX).unwrap_or(usize::MAX)
 }
 
 /// The samples that a log has of some groups.
@@ -169,7 +167,7 @@ impl Log {
             let record = match self.reader.get(*position) {
                 Ok(Some(record)) => record,
                 Ok(None) | Err(buffer::Error::Retired { .. } | buffer::Error::Damaged { .. }) => continue,
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(error),
             };
             if *part == 0 {
                 // Earlier releases say elsewhere how many there are.
@@ -205,8 +203,9 @@ impl Verifier {
             }
             let samples = self.log.samples(group)?;
             is_whole &= self.is_whole(step, group, learned, &samples);
+            let mut trained = Trained::default();
             for record in &samples {
-                self.sample(step, group, record, newest);
+                self.sample(step, group, record, newest, &mut trained);
                 digests.push((group, record.clone()));
             }
         }
@@ -241,11 +240,11 @@ impl Verifier {
         }
         self.report.answers += answers.len() as u64;
         let whole = answers.values().filter(|(parts, found)| *parts == 0 || parts == found).count() as u64;
-        let expected = learned.recipe.as_ref().map_or(1, |recipe| recipe.n_samples_per_prompt);
+        let expected = learned.answers.unwrap_or(1);
         let is_whole = whole == answers.len() as u64 && whole >= expected;
         if !is_whole && self.log.reader.oldest().0 > 0 {
             self.report.unchecked.removed += 1;
-        } else if !is_whole || (learned.recipe.is_some() && whole > expected) {
+        } else if !is_whole || (learned.answers.is_some() && whole > expected) {
             let fault =
                 Fault::of("whole answers of the group in the log", expected.to_string(), whole.to_string());
             self.found(step, group, fault);
@@ -253,8 +252,15 @@ impl Verifier {
         is_whole
     }
 
-    fn sample(&mut self, step: u64, group: u64, record: &Record, newest: Option<u64>) {
-        let sample::Checked { replies, trained, faults } = sample::check(record, newest);
+    fn sample(
+        &mut self,
+        step: u64,
+        group: u64,
+        record: &Record,
+        newest: Option<u64>,
+        of_group: &mut Trained,
+    ) {
+        let sample::Checked { replies, trained, faults } = sample::check(record, newest, of_group);
         self.report.samples += 1;
         match replies {
             Some(replies) => {
@@ -279,7 +285,7 @@ impl Verifier {
         }
         for ((group, record), expected) in samples.iter().zip(&learned.samples) {
             self.report.samples_learned += 1;
-            let found = ledger::digest(record);
+            let found = digest::of_sample(record);
             if found != *expected {
                 let fault = Fault::of("digest of the sample in ledger.jsonl", expected, found);
                 let (position, sample) = (Some(record.position().0), Some(record.scalars().sample_id));

@@ -1,13 +1,16 @@
 //! One sample of the log against the digests of its replies.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
-use driftless_bridge::engine::{Digester, ReplyDigest, context};
 use driftless_buffer::Record;
 use driftless_buffer::sample::{ColumnId, Element};
 
-use super::Fault;
-use crate::sample::answer_of;
+use crate::digest::{Reply, behind};
+use crate::{Fault, answer_of};
+
+/// The tokens of a group that are trained on, by the request that drew each and the context of the ids before it.
+pub(super) type Trained = HashSet<([u64; 3], u64)>;
 
 /// What a sample comes to that was checked.
 #[derive(Debug, Default)]
@@ -19,19 +22,19 @@ pub(super) struct Checked {
     pub(super) faults: Vec<Fault>,
 }
 
-/// Checks that each trained token is in one reply, that each reply is the one of its digest, and that no weights are newer
-/// than `newest`.
-pub(super) fn check(record: &Record, newest: Option<u64>) -> Checked {
+/// Checks that each trained token is in one reply and in no other sample of its group, that each reply is the one of its digest,
+/// and that no weights are newer than `newest`.
+pub(super) fn check(record: &Record, newest: Option<u64>, of_group: &mut Trained) -> Checked {
     let trained = record.loss_mask().iter().filter(|keep| **keep != 0).count() as u64;
     let mut checked = Checked { trained, ..Checked::default() };
     if let Some(newest) = newest {
         checked.faults.extend(too_new(record, newest));
     }
     let Some((element, column)) = record.column(ColumnId::REPLIES) else { return checked };
-    let entries = column.chunks(ReplyDigest::BYTES).map(ReplyDigest::from_bytes);
+    let entries = column.chunks(Reply::BYTES).map(Reply::from_bytes);
     let replies = entries.collect::<Option<Vec<_>>>().filter(|_| element == Element::U8);
     let Some(replies) = replies else {
-        let expected = format!("entries of {} bytes", ReplyDigest::BYTES);
+        let expected = format!("entries of {} bytes", Reply::BYTES);
         let found = format!("{} bytes, or others", column.len());
         checked.faults.push(Fault::of("digests of replies", expected, found).at(record, None));
         return checked;
@@ -46,7 +49,7 @@ pub(super) fn check(record: &Record, newest: Option<u64>) -> Checked {
             let expected = format!("tokens below {}, the end of the response", record.response().len());
             Some(Fault::of("tokens of a reply", expected, format!("{tokens:?}")))
         } else {
-            wrong(record, reply)
+            wrong(record, reply).or_else(|| again(record, reply, of_group))
         };
         checked.faults.extend(fault.map(|fault| fault.at(record, Some(tokens))));
         next = next.max(reply.end);
@@ -56,33 +59,51 @@ pub(super) fn check(record: &Record, newest: Option<u64>) -> Checked {
 }
 
 /// What is wrong with a reply whose tokens are in the response.
-fn wrong(record: &Record, reply: &ReplyDigest) -> Option<Fault> {
-    let answer = answer_of(record.scalars().sample_id);
-    if reply.rid.sample() != answer {
-        let found = format!("of answer {}, request {}", reply.rid.sample(), reply.rid);
+fn wrong(record: &Record, reply: &Reply) -> Option<Fault> {
+    let (answer, [_, found, _]) = (answer_of(record.scalars().sample_id), reply.request);
+    if found != answer {
+        let found = format!("of answer {found}, request {}", reply.rid());
         return Some(Fault::of("reply", format!("of answer {answer}"), found));
     }
-    let tokens = record.tokens();
-    let before = tokens.get(..record.prompt_len() + reply.start as usize).unwrap_or_default();
-    let behind = context(0, before);
-    if behind != reply.context {
-        let (expected, found) = (format!("{:016x}", reply.context), format!("{behind:016x}"));
+    let before = record.tokens().get(..record.prompt_len() + reply.start as usize).unwrap_or_default();
+    let read = before.iter().fold(0, |context, id| behind(context, *id));
+    if read != reply.context {
+        let (expected, found) = (format!("{:016x}", reply.context), format!("{read:016x}"));
         return Some(Fault::of("ids before the reply, which its engine read", expected, found));
     }
-    let mut digester = Digester::new(reply.rid, reply.context);
-    for at in reply.start..reply.end {
+    let digest = tokens(record, reply).fold(0_u128, |sum, (at, context)| {
         let (id, log_prob) = (record.response()[at as usize], record.log_probs()[at as usize]);
         let span = record.spans().iter().find(|span| (span.start..span.end).contains(&at));
-        digester.push(id, log_prob, span.map(|span| span.version));
-    }
-    (digester.digest() != reply.digest).then(|| {
-        let (expected, found) = (format!("{:032x}", reply.digest), format!("{:032x}", digester.digest()));
+        sum.wrapping_add(reply.of_token(context, id, log_prob, span.map(|span| span.version)))
+    });
+    (digest != reply.digest).then(|| {
+        let (expected, found) = (format!("{:032x}", reply.digest), format!("{digest:032x}"));
         Fault::of("digest of the reply's ids, log-probabilities and versions", expected, found)
     })
 }
 
+/// The tokens of a reply, each with the context of the ids before it.
+fn tokens(record: &Record, reply: &Reply) -> impl Iterator<Item = (u32, u64)> {
+    let response = record.response();
+    (reply.start..reply.end).scan(reply.context, |context, at| {
+        let before = *context;
+        *context = behind(before, response[at as usize]);
+        Some((at, before))
+    })
+}
+
+/// Tokens that are trained on here, and in another sample of the group.
+fn again(record: &Record, reply: &Reply, of_group: &mut Trained) -> Option<Fault> {
+    let trained = tokens(record, reply).filter(|(at, _)| record.loss_mask()[*at as usize] != 0);
+    let known = trained.filter(|(_, context)| !of_group.insert((reply.request, *context))).count();
+    (known > 0).then(|| {
+        let found = format!("{known} that another sample of the answer trains on");
+        Fault::of("tokens that are trained on", "each once", found)
+    })
+}
+
 /// Trained tokens that no reply has.
-fn uncovered(record: &Record, replies: &[ReplyDigest]) -> Option<Fault> {
+fn uncovered(record: &Record, replies: &[Reply]) -> Option<Fault> {
     let in_none = |at: u32| !replies.iter().any(|reply| (reply.start..reply.end).contains(&at));
     let trained = (0..).zip(record.loss_mask()).filter(|(_, keep)| **keep != 0).map(|(at, _)| at);
     let foreign: Vec<u32> = trained.filter(|at| in_none(*at)).collect();

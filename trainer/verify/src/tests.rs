@@ -1,21 +1,20 @@
 use super::*;
-use crate::ledger::Ledger;
-use crate::options::LearnOptions;
-use crate::sample::{Trajectory, sample_id};
 use driftless_bridge::engine::{Finish, ReplyDigest, VersionSpan as Spoken};
 use driftless_bridge::{Generation, Label, Rid};
 use driftless_buffer::sample::{ColumnId, Element};
-use driftless_buffer::{Identity, Log as Written, Options, Sample, Scalars, SyncPolicy};
+use driftless_buffer::{Identity, Log as Written, Options, Sample, SyncPolicy, VersionSpan};
 
 /// Answers of a group.
 const ANSWERS: u64 = 2;
 
 /// A sample on its way into the log.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 struct Drawn {
     id: u64,
-    parts: u16,
-    trajectory: Trajectory,
+    tokens: Vec<i32>,
+    log_probs: Vec<f32>,
+    loss_mask: Vec<u8>,
+    spans: Vec<VersionSpan>,
     /// The column, if there is one.
     replies: Option<Vec<u8>>,
 }
@@ -23,10 +22,10 @@ struct Drawn {
 /// What an engine replied, with a version for each token.
 fn generation(answer: u64, input_ids: &[i32], tokens: &[(i32, u64)]) -> Generation {
     let label = |version| Label::new("0123456789ab", version).unwrap().to_string();
-    let spans = tokens.iter().enumerate().map(|(at, (_, version))| Spoken {
+    let spans = tokens.iter().zip(0..).map(|((_, version), start)| Spoken {
         label: label(*version),
-        start: at as u32,
-        end: at as u32 + 1,
+        start,
+        end: start + 1,
     });
     let generation = Generation {
         rid: Rid::new(1, answer),
@@ -43,22 +42,49 @@ fn generation(answer: u64, input_ids: &[i32], tokens: &[(i32, u64)]) -> Generati
     generation.digested(input_ids)
 }
 
-/// An answer of two turns around a tool's tokens 90 and 91, as one sample, and another of the first turn's begin alone.
-fn answer(number: u64) -> Vec<Drawn> {
+/// Prompt of each sample.
+const PROMPT: [i32; 2] = [70, 71];
+
+impl Drawn {
+    fn new(answer: u64, part: u64) -> Self {
+        let id = answer + part * Scalars::ANSWERS_MAX;
+        Drawn { id, tokens: PROMPT.to_vec(), replies: Some(Vec::new()), ..Drawn::default() }
+    }
+
+    /// Puts what an engine drew behind all that is there.
+    fn draw(&mut self, answer: u64, tokens: &[(i32, u64)], mask: u8) {
+        let drawn = generation(answer, &self.tokens, tokens);
+        let start = self.loss_mask.len() as u32;
+        let end = start + tokens.len() as u32;
+        let replies = drawn.replies.iter().map(|reply| ReplyDigest { start, end, ..*reply }.to_bytes());
+        self.replies.iter_mut().for_each(|column| column.extend(replies.clone().flatten()));
+        let spans = tokens.iter().zip(start..);
+        self.spans.extend(spans.map(|((_, version), at)| VersionSpan {
+            start: at,
+            end: at + 1,
+            version: *version,
+        }));
+        self.push(&drawn.output_ids, &drawn.log_probs, mask);
+    }
+
+    fn push(&mut self, ids: &[i32], log_probs: &[f32], mask: u8) {
+        self.tokens.extend(ids);
+        self.log_probs.extend(log_probs);
+        self.loss_mask.resize(self.log_probs.len(), mask);
+    }
+}
+
+/// An answer of two turns around a tool's tokens 90 and 91, as one sample, and another of the first turn's begin alone, which
+/// trains on none of it again.
+fn answer(number: u64) -> [Drawn; 2] {
     let id = number as i32;
-    let first = generation(number, &[70, 71], &[(10 + id, 0), (11, 0), (12, 1)]);
-    let read = [70, 71, 10 + id, 11, 12, 90, 91];
-    let second = generation(number, &read, &[(20 + id, 1), (21, 1)]);
-    let mut both = Trajectory::new([&read[..], &[20 + id, 21]].concat(), 2);
-    both.take(&[70, 71], &first);
-    both.take(&read, &second);
-    let mut begin = Trajectory::new(vec![70, 71, 10 + id, 11], 2);
-    begin.take(&[70, 71], &first);
-    let drawn = |(part, trajectory): (usize, Trajectory)| {
-        let replies = trajectory.replies.iter().flat_map(ReplyDigest::to_bytes).collect();
-        Drawn { id: sample_id(number, part), parts: 2, trajectory, replies: Some(replies) }
-    };
-    [both, begin].into_iter().enumerate().map(drawn).collect()
+    let mut both = Drawn::new(number, 0);
+    both.draw(number, &[(10 + id, 0), (11, 0), (12, 1)], 1);
+    both.push(&[90, 91], &[0.0; 2], 0);
+    both.draw(number, &[(20 + id, 1), (21, 1)], 1);
+    let mut begin = Drawn::new(number, 1);
+    begin.draw(number, &[(10 + id, 0), (11, 0)], 0);
+    [both, begin]
 }
 
 /// A run of two steps with a group each, whose samples, groups and ledger were changed before they were written.
@@ -81,23 +107,19 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let log = write(&dir.path().join("log"), &self.samples);
         let other = self.learned.as_ref().map(|learned| write(&dir.path().join("other"), learned));
-        let mut ledger = Ledger::open(dir.path()).unwrap();
+        let mut ledger = String::new();
         for (step, groups) in self.groups.iter().enumerate() {
             let reader = other.as_ref().unwrap_or(&log).reader();
             let mut records: Vec<Record> = reader.iter(Position(0)).map(Result::unwrap).collect();
             records.retain(|record| groups.contains(&record.scalars().group_id));
             records.sort_by_key(|record| (record.scalars().group_id, record.scalars().sample_id));
-            let digests = records.iter().map(ledger::digest).collect();
-            let learn = LearnOptions::default();
-            let recipe = ledger::Recipe {
-                learn,
-                temperature: 1.0,
-                n_samples_per_prompt: ANSWERS,
-                max_staleness: None,
-                learner: None,
-            };
-            ledger.note(step as u64, groups, digests, recipe).unwrap();
+            let samples: Vec<_> = records.iter().map(digest::of_sample).collect();
+            let recipe = serde_json::json!({ "n_samples_per_prompt": ANSWERS });
+            let line =
+                serde_json::json!({ "step": step, "groups": groups, "samples": samples, "recipe": recipe });
+            ledger += &format!("{line}\n");
         }
+        std::fs::write(dir.path().join("ledger.jsonl"), ledger).unwrap();
         std::fs::write(dir.path().join("versions.jsonl"), self.versions).unwrap();
         verify(dir.path(), &dir.path().join("log")).unwrap()
     }
@@ -122,15 +144,14 @@ fn write(dir: &Path, samples: &[Drawn]) -> Written {
         replies.map(|one| one.map(|replies| (ColumnId::REPLIES, Element::U8, &replies[..])).collect());
     let extra: Vec<Vec<_>> = extra.collect();
     let records = samples.iter().zip(&extra).map(|(drawn, extra)| {
-        let Drawn { id, parts, trajectory, .. } = drawn;
-        let group_id = answer_of(*id) / ANSWERS;
+        let group_id = answer_of(drawn.id) / ANSWERS;
         Sample {
-            scalars: Scalars { sample_id: *id, group_id, parts: *parts, ..Scalars::default() },
-            prompt_len: trajectory.prompt_len,
-            tokens: &trajectory.tokens,
-            log_probs: &trajectory.log_probs,
-            loss_mask: &trajectory.loss_mask,
-            spans: &trajectory.spans,
+            scalars: Scalars { sample_id: drawn.id, group_id, parts: 2, ..Scalars::default() },
+            prompt_len: PROMPT.len(),
+            tokens: &drawn.tokens,
+            log_probs: &drawn.log_probs,
+            loss_mask: &drawn.loss_mask,
+            spans: &drawn.spans,
             extra,
             ..Sample::default()
         }
@@ -140,8 +161,8 @@ fn write(dir: &Path, samples: &[Drawn]) -> Written {
 }
 
 /// The sample of this part of answer 3, which is in group 1 and step 1.
-fn part(samples: &mut [Drawn], part: usize) -> &mut Drawn {
-    samples.iter_mut().find(|drawn| drawn.id == sample_id(3, part)).unwrap()
+fn part(samples: &mut [Drawn], part: u64) -> &mut Drawn {
+    samples.iter_mut().find(|drawn| drawn.id == 3 + part * Scalars::ANSWERS_MAX).unwrap()
 }
 
 #[test]
@@ -150,7 +171,7 @@ fn sound_run_is_verified_and_counted() {
     assert_eq!(report.first, []);
     let Report { steps, groups, answers, samples, replies, tokens, samples_learned, .. } = report;
     assert_eq!((steps, groups, answers, samples, samples_learned), (2, 2, 4, 8, 8));
-    assert_eq!((replies, tokens), (4 * 3, 4 * (3 + 2 + 2)));
+    assert_eq!((replies, tokens), (4 * 3, 4 * (3 + 2)));
     let Unchecked { earlier_release, removed, steps_without_version, .. } = report.unchecked;
     assert_eq!((earlier_release, removed, steps_without_version), (0, 0, 0));
 }
@@ -159,16 +180,16 @@ fn sound_run_is_verified_and_counted() {
 fn whatever_is_changed_of_a_trained_token_is_named() {
     let reply = "position 6, answer 3, part 0, response tokens 0..3: digest of the reply's ids";
     let behind = "position 6, answer 3, part 0, response tokens 5..7: ids before the reply";
-    let found = Scene::damaged(|samples| part(samples, 0).trajectory.tokens[3] = 99);
+    let found = Scene::damaged(|samples| part(samples, 0).tokens[3] = 99);
     assert!(found[0].contains(reply) && found[1].contains(behind), "{found:?}");
     let found = Scene::damaged(|samples| {
-        let log_prob = &mut part(samples, 0).trajectory.log_probs[1];
+        let log_prob = &mut part(samples, 0).log_probs[1];
         *log_prob = f32::from_bits(log_prob.to_bits() ^ 1);
     });
     assert!(found[0].contains(reply), "{found:?}");
-    let found = Scene::damaged(|samples| part(samples, 0).trajectory.spans[2].version = 0);
+    let found = Scene::damaged(|samples| part(samples, 0).spans[2].version = 0);
     assert!(found[0].contains(reply), "{found:?}");
-    let found = Scene::damaged(|samples| part(samples, 0).trajectory.tokens[7] = 99);
+    let found = Scene::damaged(|samples| part(samples, 0).tokens[7] = 99);
     assert!(
         found[0].contains("part 0, response tokens 3..5") || found[0].contains("tokens 5..7"),
         "{found:?}"
@@ -179,12 +200,12 @@ fn whatever_is_changed_of_a_trained_token_is_named() {
 
 #[test]
 fn trained_token_of_no_engine_is_named() {
-    let found = Scene::damaged(|samples| part(samples, 0).trajectory.loss_mask[4] = 1);
+    let found = Scene::damaged(|samples| part(samples, 0).loss_mask[4] = 1);
     let expected =
         "step 1, group 1, position 6, answer 3, part 0, response tokens 4..5: tokens that are trained on";
     assert!(found[0].contains(expected), "{found:?}");
     // One that is not trained on any more is the ledger's to find.
-    let found = Scene::damaged(|samples| part(samples, 0).trajectory.loss_mask[1] = 0);
+    let found = Scene::damaged(|samples| part(samples, 0).loss_mask[1] = 0);
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(
         found[0].contains("position 6, answer 3, part 0: digest of the sample in ledger.jsonl"),
@@ -192,7 +213,7 @@ fn trained_token_of_no_engine_is_named() {
     );
     // A loop that trained on it would have noted it likewise.
     let mut scene = Scene::new();
-    part(&mut scene.samples, 0).trajectory.loss_mask[3..5].fill(1);
+    part(&mut scene.samples, 0).loss_mask[3..5].fill(1);
     let report = scene.report();
     assert_eq!((report.faults, report.first[0].tokens), (1, Some([3, 5])));
 }
@@ -208,8 +229,8 @@ fn reply_of_another_place_or_answer_is_named() {
     assert!(found.len() == 2 && found[0].contains("ids before the reply"), "{found:?}");
     // All that answer 2 is, as answer 3.
     let found = Scene::damaged(|samples| {
-        let other = samples.iter().find(|drawn| drawn.id == sample_id(2, 0)).unwrap().clone();
-        *part(samples, 0) = Drawn { id: sample_id(3, 0), ..other };
+        let other = samples.iter().find(|drawn| drawn.id == 2).unwrap().clone();
+        *part(samples, 0) = Drawn { id: 3, ..other };
     });
     assert!(found[0].contains("reply: expected of answer 3, found of answer 2"), "{found:?}");
     let found = Scene::damaged(|samples| part(samples, 0).replies.as_mut().unwrap().truncate(50));
@@ -228,7 +249,7 @@ fn answers_twice_or_not_at_all_are_named() {
         "step 1, group 1: group: expected one that no other step learned from, found one of step 0"
     );
     // A sample of an answer, then an answer.
-    for gone in [&[sample_id(3, 1)][..], &[sample_id(3, 0), sample_id(3, 1)]] {
+    for gone in [&[3 + Scalars::ANSWERS_MAX][..], &[3, 3 + Scalars::ANSWERS_MAX]] {
         let found = Scene::damaged(|samples| samples.retain(|drawn| !gone.contains(&drawn.id)));
         let expected = "step 1, group 1: whole answers of the group in the log: expected 2, found 1";
         assert_eq!(found, [expected]);
@@ -236,7 +257,7 @@ fn answers_twice_or_not_at_all_are_named() {
     // What a later record replaces was not learned from.
     let found = Scene::damaged(|samples| {
         let mut earlier = part(samples, 0).clone();
-        earlier.trajectory.tokens[3] = 99;
+        earlier.tokens[3] = 99;
         samples.insert(0, earlier);
     });
     assert_eq!(found, [""; 0]);
@@ -261,8 +282,37 @@ fn samples_of_an_earlier_release_are_counted_apart() {
     part(&mut scene.samples, 0).replies = None;
     let report = scene.report();
     assert_eq!((report.faults, report.unchecked.earlier_release, report.unchecked.tokens), (0, 1, 5));
-    assert_eq!((report.replies, report.tokens), (4 * 3 - 2, 4 * 7 - 5));
+    assert_eq!((report.replies, report.tokens), (4 * 3 - 2, 4 * 5 - 5));
     // A version that did not exist is seen without a digest.
-    part(&mut scene.samples, 0).trajectory.spans.last_mut().unwrap().version = 9;
+    part(&mut scene.samples, 0).spans.last_mut().unwrap().version = 9;
     assert_eq!(scene.report().faults, 1);
+}
+
+#[test]
+fn token_that_two_samples_of_an_answer_train_on_is_named() {
+    let mut scene = Scene::new();
+    part(&mut scene.samples, 1).loss_mask = vec![0, 1];
+    let report = scene.report();
+    assert_eq!(report.faults, 1);
+    assert_eq!(
+        report.first[0].to_string(),
+        "step 1, group 1, position 7, answer 3, part 1, response tokens 0..2: tokens that are trained on: expected each once, \
+         found 1 that another sample of the answer trains on"
+    );
+    // The first sample may leave it to the second.
+    part(&mut scene.samples, 0).loss_mask[1] = 0;
+    assert_eq!(scene.report().first, []);
+}
+
+#[test]
+fn entries_are_read_as_the_writer_has_them() {
+    for (number, attempts) in [(0, 0), (3, 1), (Scalars::ANSWERS_MAX - 1, 2)] {
+        let rid = (0..attempts).fold(Rid::new(u64::MAX, number), |rid, _| rid.next_attempt());
+        let written = ReplyDigest { rid, start: 1, end: u32::MAX, context: 1 << 63, digest: u128::MAX - 5 };
+        let read = digest::Reply::from_bytes(&written.to_bytes()).unwrap();
+        assert_eq!((read.start, read.end, read.context), (written.start, written.end, written.context));
+        assert_eq!((read.digest, read.rid()), (written.digest, rid.to_string()));
+    }
+    assert_eq!(digest::Reply::from_bytes(&[0; 55]), None);
+    assert_eq!(digest::Reply::from_bytes(&[255; 56]), None, "no such attempt");
 }
