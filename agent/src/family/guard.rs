@@ -76,7 +76,11 @@ fn every(messages: &mut [Message], tools: &mut [Value], work: &mut dyn FnMut(&mu
         if let Some(reasoning) = &mut message.reasoning {
             work(reasoning);
         }
+        if let Some(id) = &mut message.call_id {
+            work(id);
+        }
         for call in &mut message.calls {
+            work(&mut call.id);
             work(&mut call.name);
             inside(&mut call.arguments, work);
         }

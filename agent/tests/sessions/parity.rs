@@ -141,13 +141,13 @@ fn text_of_clients_never_becomes_a_special_token() {
         let count = |plan: &Plan| plan.given.iter().filter(|id| special.contains(id)).count();
         let conversation = |text: &str| {
             let call =
-                ToolCall { id: "c".to_owned(), name: text.to_owned(), arguments: json!({text: [text, 1]}) };
+                ToolCall { id: text.to_owned(), name: text.to_owned(), arguments: json!({text: [text, 1]}) };
             let assistant = Message {
                 calls: vec![call],
                 reasoning: Some(text.to_owned()),
                 ..message(Role::Assistant, text)
             };
-            let tool = Message { call_id: Some("c".to_owned()), ..message(Role::Tool, text) };
+            let tool = Message { call_id: Some(text.to_owned()), ..message(Role::Tool, text) };
             let talk = [
                 message(Role::System, text),
                 user(text),
@@ -176,6 +176,31 @@ fn text_of_clients_never_becomes_a_special_token() {
                 let said = tokenizer.decode(&found.given).unwrap();
                 assert!(said.contains(&text), "{template}: {text:?} is not in {said:?}");
             }
+        }
+    }
+}
+
+/// What clients name calls by stands in some prompts too, also behind an answer.
+#[test]
+fn ids_of_calls_never_become_a_special_token() {
+    let special: Vec<i32> =
+        SPECIAL.iter().chain(&ADDED).map(|token| toy::shared().encode(token).unwrap()[0]).collect();
+    for (template, _) in TEMPLATES {
+        let (family, mut tree) = (toy::family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let first = plan(&tree, &family, &ask(&[user("a")]));
+        let said = toy::thought(template, &toy::call_of(template, "ls", "a", "1"));
+        let turn = tree.turn(&family, first, generation(&said, toy::end_of(template)), 1).unwrap();
+        let at = tree.commit(turn).unwrap();
+        let answer = tree.answer(at).message;
+        let behind = |id: &str| {
+            let told = Message { call_id: Some(id.to_owned()), ..message(Role::Tool, "bin") };
+            let next = plan(&tree, &family, &ask(&[user("a"), answer.clone(), told]));
+            assert!(next.cached > 0, "{template}");
+            next.given.iter().filter(|id| special.contains(id)).count()
+        };
+        let plain = behind("c");
+        for token in SPECIAL.iter().chain(&ADDED) {
+            assert_eq!(behind(&format!("c{token}{token}")), plain, "{template}: {token}");
         }
     }
 }
