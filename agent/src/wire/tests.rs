@@ -305,6 +305,26 @@ fn housekeeping_and_branches_are_recognised() {
     assert!(!ask(Protocol::Chat, &title(tools)).is_auxiliary);
     assert!(ask(Protocol::Messages, &one(Protocol::Messages, json!({"max_tokens": 1}))).is_auxiliary);
     assert!(!ask(Protocol::Chat, &one(Protocol::Chat, json!({}))).is_auxiliary);
+    let system = |text: &str| {
+        let talk = json!([{"role": "system", "content": text}, {"role": "user", "content": "u"}]);
+        ask(Protocol::Chat, &json!({ "messages": talk })).is_auxiliary
+    };
+    for asked in [
+        "You are a title generator. You output ONLY a thread title. Nothing else.",
+        "Be brief.\nGenerate a concise, sentence-case title (3-7 words) for this coding session.",
+    ] {
+        assert!(system(asked), "{asked}");
+    }
+    for other in [
+        "Write subtitles for a chat of two. The entitled one makes a session of it.",
+        "You are a chatbot. Give each poem a title.",
+        "This is a chat. Write a title for the text.",
+    ] {
+        assert!(!system(other), "{other}");
+    }
+    let choice = format!("Answer with A, B, C or D alone. {}", "Which of these is right? ".repeat(4));
+    let choice = json!({"max_tokens": 1, "messages": [{"role": "user", "content": choice}]});
+    assert!(!ask(Protocol::Chat, &choice).is_auxiliary, "a question with one letter for an answer");
 
     let agent = Hints { agent_id: Some("a7".into()), turn_metadata: None };
     assert_eq!(branch(&agent).as_deref(), Some("a7"));

@@ -151,7 +151,7 @@ def answer(turn: Turn) -> None:
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn housekeeping_of_a_client_is_never_trained() {
+async fn housekeeping_is_trained_where_an_answer_has_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let function = r#"
 @generate
@@ -162,11 +162,7 @@ def answer(turn: Turn) -> None:
     ask(turn, [{"role": "system", "content": system}, {"role": "user", "content": "?"}])
 "#;
     let room = asking(dir.path(), function, 60).await;
-    let refused = room.answer(0).await.unwrap_err();
-    assert!(
-        refused.contains("expected `tokens`, or a generation before the sample, found neither"),
-        "{refused}"
-    );
+    assert_eq!(room.answer(0).await.unwrap().len(), 1, "a task about titles");
     let answer = room.answer(1).await.unwrap();
     assert_eq!(answer.len(), 1);
     let text = Tokenizer::open(dir.path()).unwrap().decode(&answer[0].tokens).unwrap();
