@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
+pub use crate::json::Json;
 pub use crate::tools::Tools;
 
 /// Who says a message.
@@ -46,8 +46,8 @@ pub struct ToolCall {
     pub id: String,
     /// The tool's name.
     pub name: String,
-    /// Its arguments: a JSON object; a JSON string where the model wrote no object.
-    pub arguments: Value,
+    /// Its arguments, as the model wrote them: a JSON object; a JSON string where the model wrote no object.
+    pub arguments: Json,
 }
 
 /// One call of a client.

@@ -18,18 +18,23 @@ TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": name,
             "description": f"Does {name}: é.",
+            "name": name,
             "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}, "q": {"type": "integer"}, "z": {"type": "object"}},
+                "properties": {
+                    "z": {"title": "Z", "type": "object"},
+                    "path": {"type": "string", "enum": ["/", "."]},
+                    "limit": {"minimum": 1, "type": "integer", "default": 5},
+                },
                 "required": ["path"],
+                "type": "object",
             },
         },
     }
     for name in ["ls", "grep"]
 ]
-ARGUMENTS = [{"path": "/tmp\nx", "q": 5, "z": {"a": [1, None, True, 0.5]}}, {"path": "5"}]
+# Members stand in no order but their own.
+ARGUMENTS = [{"path": "/tmp\nx", "limit": 5, "z": {"b": 1, "a": [1, None, True, 0.5]}}, {"path": "5"}]
 
 
 def elements(begin, end):

@@ -1,10 +1,8 @@
 //! What a model said, out of its tokens.
 
-use serde_json::Value;
-
 use super::Family;
 use crate::error::Result;
-use crate::message::{Ended, Message, Role};
+use crate::message::{Ended, Json, Message, Role};
 
 pub(super) const THINK: &str = "<think>";
 pub(super) const THOUGHT: &str = "</think>";
@@ -22,7 +20,7 @@ pub(crate) struct Drawn<'a> {
     /// Texts that end the answer before them.
     pub(crate) stop: &'a [String],
     /// Tools that may be called.
-    pub(crate) tools: &'a [Value],
+    pub(crate) tools: &'a [Json],
 }
 
 /// An answer as clients see it.

@@ -11,7 +11,7 @@ mod tools;
 
 use serde_json::{Value, json};
 
-use crate::message::{Answer, Ask, Ended, Refusal, Role};
+use crate::message::{Answer, Ask, Ended, Json, Refusal, Role};
 pub use tools::ToolCache;
 use tools::{Namespaces, Split};
 
@@ -271,9 +271,9 @@ fn finish_reason(ended: Ended) -> &'static str {
 }
 
 /// A call's arguments as OpenAI has them: in a string.
-fn arguments_text(arguments: &Value) -> String {
+fn arguments_text(arguments: &Json) -> String {
     match arguments {
-        Value::String(text) => text.clone(),
+        Json::String(text) => text.clone(),
         other => other.to_string(),
     }
 }

@@ -20,7 +20,11 @@ fn frame() -> Frame {
 }
 
 fn answer() -> Answer {
-    let call = |id: &str, arguments: Value| ToolCall { id: id.into(), name: "read".into(), arguments };
+    let call = |id: &str, arguments: Value| ToolCall {
+        id: id.into(),
+        name: "read".into(),
+        arguments: arguments.into(),
+    };
     let message = Message {
         role: Role::Assistant,
         content: "I look.".into(),
@@ -192,6 +196,41 @@ fn messages_reads_what_clients_send() {
     assert_eq!(ask.messages[4].call_id.as_deref(), Some("2"));
     let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
     assert_eq!(ask.tools[..], [json!({"type": "function", "function": function})]);
+}
+
+#[test]
+fn members_of_tools_and_arguments_keep_the_clients_order() {
+    let tool = r#"{"type":"function","function":{"description":"d","name":"f","parameters":{"type":"object","a":1}}}"#;
+    let input = r#"{"path":"/","limit":5,"at":{"b":1,"a":2}}"#;
+    let talk = format!(
+        r#"[{{"role":"user","content":"u"}},{{"role":"assistant","tool_calls":[{{"id":"1","function":
+        {{"name":"f","arguments":{}}}}}]}}]"#,
+        json!(input)
+    );
+    let read = |protocol: Protocol, body: String| {
+        protocol.read(body.as_bytes(), &Hints::default(), &ToolCache::default()).unwrap().ask
+    };
+    let chat = read(Protocol::Chat, format!(r#"{{"tools":[{tool}],"messages":{talk}}}"#));
+    assert_eq!(chat.tools[0].to_string(), tool);
+    assert_eq!(chat.messages[1].calls[0].arguments.to_string(), input);
+    let talk = format!(
+        r#"[{{"role":"assistant","content":[{{"type":"tool_use","id":"1","name":"f","input":{input}}}]}}]"#
+    );
+    let tools = r#"[{"input_schema":{"type":"object","a":1},"name":"f","description":"d"}]"#;
+    let messages = read(Protocol::Messages, format!(r#"{{"messages":{talk},"tools":{tools}}}"#));
+    assert_eq!(messages.messages[0].calls[0].arguments.to_string(), input);
+    assert_eq!(messages.tools[0]["function"]["parameters"].to_string(), r#"{"type":"object","a":1}"#);
+    let answer = Answer { message: messages.messages[0].clone(), ..answer() };
+    for protocol in ALL {
+        let form = read_form(protocol);
+        let events = protocol.events(&form, &answer, &frame());
+        let told = events.iter().any(|event| event.data.contains(&json!(input).to_string()));
+        assert!(told, "{protocol:?}");
+    }
+}
+
+fn read_form(protocol: Protocol) -> Form {
+    read(protocol, &one(protocol, json!({"stream": true}))).unwrap().form
 }
 
 #[test]

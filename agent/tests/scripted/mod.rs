@@ -83,7 +83,7 @@ impl Converse for Scripted {
         let calls = match ask.tools.first().filter(|_| last.role == Role::User) {
             Some(tool) => {
                 let name = tool["function"]["name"].as_str().expect("a name").to_owned();
-                vec![ToolCall { id: "call_0".into(), name, arguments: json!({"city": "Bern"}) }]
+                vec![ToolCall { id: "call_0".into(), name, arguments: json!({"city": "Bern"}).into() }]
             }
             None => Vec::new(),
         };

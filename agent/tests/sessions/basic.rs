@@ -122,7 +122,7 @@ async fn calls_are_read_and_their_answers_put_in_order() {
     let mut talk = Vec::new();
     assert_eq!(say(&sessions, &mut talk, &[user("Where?")]).await, Ended::ToolCalls);
     let calls = talk[1].calls.clone();
-    assert_eq!((calls[1].name.as_str(), &calls[1].arguments), ("pwd", &json!({"a": 1})));
+    assert_eq!((calls[1].name.as_str(), &calls[1].arguments), ("pwd", &json!({"a": 1}).into()));
     assert_eq!(talk[1].content, "Both.");
     let told =
         |at: usize, text: &str| Message { call_id: Some(calls[at].id.clone()), ..message(Role::Tool, text) };
