@@ -135,6 +135,8 @@ fn messages_that_are_no_request_of_mcp_are_refused() {
     assert_eq!(from(&own), 200);
     assert_eq!(from("host: evil.example\r\n"), 403);
     assert_eq!(from(&(own.clone() + "origin: http://evil.example\r\n")), 403);
+    assert_eq!(from(&(own.clone() + "mcp-protocol-version: 2025-06-18\r\n")), 200);
+    assert_eq!(from(&(own.clone() + "mcp-protocol-version: 1999-01-01\r\n")), 400);
     assert_eq!(exchange(open.addr, "GET /mcp", &own, "").0, 405, "there is no stream");
     let guarded = Dashboard::of(dir.path(), &[dir.path()], Some(&token));
     assert_eq!(say(&guarded, &request("ping", &json!({}))).0, 401);

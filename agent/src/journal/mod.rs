@@ -4,7 +4,8 @@
 mod frame;
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use tokio::sync::{mpsc, oneshot};
@@ -15,6 +16,9 @@ use crate::error::{Error, Result, io};
 const WAITING_MAX: usize = 1024;
 /// A group is written once it has as many bytes.
 const GROUP_BYTES: usize = 4 << 20;
+/// Zeros that are written behind the groups at once. A group that overwrites them is durable without a change of the
+/// file's size, which file systems write into a journal of their own.
+const ROOM: usize = 1 << 20;
 
 /// An open journal. It is locked for this process.
 #[derive(Debug)]
@@ -37,15 +41,16 @@ impl Journal {
     /// [`Error::Io`]; [`Error::Journal`] if another process has it, if a record before the last ones is damaged, and
     /// with what `keep` says.
     pub fn open(path: &Path, keep: impl FnOnce(&[Vec<u8>]) -> Result<Vec<bool>, String>) -> Result<Self> {
-        let (mut file, records) = recover(path)?;
+        let (mut file, mut end, records) = recover(path)?;
         let kept = keep(&records).map_err(|reason| Error::Journal { path: path.to_owned(), reason })?;
         if kept.contains(&false) {
             let kept = records.iter().zip(kept).filter(|(_, keep)| *keep);
-            file = replace(path, kept.map(|(record, _)| record.as_slice()))?;
+            (file, end) = replace(path, kept.map(|(record, _)| record.as_slice()))?;
         }
         let (entries, waiting) = mpsc::channel(WAITING_MAX);
         let thread = std::thread::Builder::new().name("session journal".to_owned());
-        thread.spawn(move || write_groups(file, waiting)).map_err(io("start a thread for", path))?;
+        let groups = Groups { file, end, room: end };
+        thread.spawn(move || write_groups(groups, waiting)).map_err(io("start a thread for", path))?;
         Ok(Journal { path: path.to_owned(), entries })
     }
 
@@ -67,8 +72,8 @@ impl Journal {
     }
 }
 
-/// Opens, locks and reads the file, and cuts what a crash left.
-fn recover(path: &Path) -> Result<(File, Vec<Vec<u8>>)> {
+/// Opens, locks and reads the file, and cuts what a crash left and the zeros. Returns where its groups end, too.
+fn recover(path: &Path) -> Result<(File, u64, Vec<Vec<u8>>)> {
     let mut file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -89,28 +94,30 @@ fn recover(path: &Path) -> Result<(File, Vec<Vec<u8>>)> {
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).map_err(io("read", path))?;
     let (records, end) = frame::read(&bytes).map_err(refused)?;
-    if end < bytes.len() {
+    if bytes[end..].iter().any(|byte| *byte != 0) {
         tracing::warn!(path = %path.display(), bytes = bytes.len() - end, "cut the unfinished end of the journal");
     }
     file.set_len(end as u64).map_err(io("cut", path))?;
-    file.seek(SeekFrom::Start(end as u64)).map_err(io("read", path))?;
     file.sync_all().map_err(io("write", path))?;
     sync_folder(path)?;
-    Ok((file, records.iter().map(|record| record.to_vec()).collect()))
+    Ok((file, end as u64, records.iter().map(|record| record.to_vec()).collect()))
 }
 
-/// A file with these records in place of the one at `path`, locked before others can open it.
-fn replace<'a>(path: &Path, records: impl Iterator<Item = &'a [u8]>) -> Result<File> {
+/// A file with these records in place of the one at `path`, locked before others can open it, and where it ends.
+fn replace<'a>(path: &Path, records: impl Iterator<Item = &'a [u8]>) -> Result<(File, u64)> {
     let new = path.with_extension("new");
     let mut file = File::create(&new).map_err(io("make", &new))?;
     file.try_lock().map_err(|error| io("lock", &new)(error.into()))?;
+    let mut end = 0;
     for record in records {
-        file.write_all(&frame::group(std::iter::once(record))).map_err(io("write", &new))?;
+        let group = frame::group(std::iter::once(record));
+        file.write_all(&group).map_err(io("write", &new))?;
+        end += group.len() as u64;
     }
     file.sync_all().map_err(io("write", &new))?;
     std::fs::rename(&new, path).map_err(io("replace", path))?;
     sync_folder(path)?;
-    Ok(file)
+    Ok((file, end))
 }
 
 fn sync_folder(path: &Path) -> Result<()> {
@@ -118,8 +125,30 @@ fn sync_folder(path: &Path) -> Result<()> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(io("write", folder))
 }
 
+/// The open file.
+struct Groups {
+    file: File,
+    /// Where the groups end, and where the zeros behind them do.
+    end: u64,
+    room: u64,
+}
+
+impl Groups {
+    /// Writes a group; returns once it is durable.
+    fn write(&mut self, group: &[u8]) -> std::io::Result<()> {
+        self.file.write_all_at(group, self.end)?;
+        self.end += group.len() as u64;
+        if self.end > self.room {
+            // A disk without space for zeros may have some for groups.
+            let zeros = self.file.write_all_at(&vec![0; ROOM], self.end);
+            self.room = zeros.map_or(u64::MAX, |()| self.end + ROOM as u64);
+        }
+        self.file.sync_data()
+    }
+}
+
 /// Writes what waits, group by group, until nobody can send any more.
-fn write_groups(mut file: File, mut waiting: mpsc::Receiver<Entry>) {
+fn write_groups(mut groups: Groups, mut waiting: mpsc::Receiver<Entry>) {
     let mut failed: Option<String> = None;
     while let Some(first) = waiting.blocking_recv() {
         let mut group = vec![first];
@@ -131,12 +160,46 @@ fn write_groups(mut file: File, mut waiting: mpsc::Receiver<Entry>) {
         }
         if failed.is_none() {
             let written = frame::group(group.iter().map(|entry| entry.record.as_slice()));
-            let written = file.write_all(&written).and_then(|()| file.sync_data());
-            failed = written.err().map(|error| format!("it could not be written: {error}"));
+            failed = groups.write(&written).err().map(|error| format!("it could not be written: {error}"));
         }
         for Entry { done, .. } in group {
             // Whoever waited may have gone.
             let _ = done.send(failed.clone().map_or(Ok(()), Err));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_lie_in_zeros_that_no_start_reads() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sessions");
+        let records = [vec![1; 10], vec![2; ROOM - 100], vec![3; ROOM + 1], vec![4; 30]];
+        for at in 0..records.len() {
+            let (file, end, found) = recover(&path).unwrap();
+            assert_eq!(found, records[..at]);
+            assert_eq!(file.metadata().unwrap().len(), end, "zeros of an earlier process are cut");
+            let mut groups = Groups { file, end, room: end };
+            groups.write(&frame::group(std::iter::once(records[at].as_slice()))).unwrap();
+            assert_eq!(groups.file.metadata().unwrap().len(), groups.end + ROOM as u64);
+        }
+    }
+
+    #[test]
+    fn groups_within_the_zeros_leave_the_size_of_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, end, _) = recover(&dir.path().join("sessions")).unwrap();
+        let mut groups = Groups { file, end, room: end };
+        let group = frame::group(std::iter::once(&[7; 1000][..]));
+        let sizes: Vec<u64> = (0..ROOM / group.len())
+            .map(|_| {
+                groups.write(&group).unwrap();
+                groups.file.metadata().unwrap().len()
+            })
+            .collect();
+        assert!(sizes.iter().all(|size| *size == sizes[0]), "{sizes:?}");
     }
 }

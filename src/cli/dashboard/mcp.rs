@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 /// Revisions of the protocol that this speaks, the newest first.
-const REVISIONS: [&str; 3] = ["2025-11-25", "2025-06-18", "2025-03-26"];
+pub(super) const REVISIONS: [&str; 3] = ["2025-11-25", "2025-06-18", "2025-03-26"];
 /// Longest answer: an agent reads all of it.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 
@@ -207,5 +207,28 @@ impl Tool {
                 self.name
             )),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_word_that_a_tool_names_is_one_that_the_page_may_ask() {
+        let several = |argument: &&Argument| argument.1.contains('|');
+        let mut words = 0;
+        for tool in &TOOLS {
+            for Argument(name, kind, _) in tool.arguments.iter().filter(several) {
+                for word in kind.split('|') {
+                    tool.ask(&json!({ *name: word })).expect("a word of the page's");
+                    words += 1;
+                }
+                // The refusal lists all that there are.
+                let refused = tool.ask(&json!({ *name: "none of them" })).expect_err("no word");
+                assert_eq!(refused.matches('`').count() / 2, kind.split('|').count() + 1, "{refused}");
+            }
+        }
+        assert_eq!(words, 10);
     }
 }

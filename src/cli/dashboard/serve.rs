@@ -6,7 +6,7 @@ use crate::cli::shared::error::{Error, Result};
 use axum::body::Bytes;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
-use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
@@ -76,7 +76,14 @@ async fn answer(
     }
 }
 
-async fn message(State(board): State<Arc<Board>>, body: Bytes) -> Response {
+async fn message(State(board): State<Arc<Board>>, headers: HeaderMap, body: Bytes) -> Response {
+    // A client that names none speaks an older revision, or has yet to agree on one.
+    let revision = headers.get("mcp-protocol-version");
+    if let Some(found) = revision.filter(|found| !mcp::REVISIONS.iter().any(|known| found == known)) {
+        let known = mcp::REVISIONS.join(", ");
+        let what = format!("expected mcp-protocol-version to be one of {known}, found {found:?}");
+        return refuse(StatusCode::BAD_REQUEST, "bad_request", what);
+    }
     match spawn_blocking(move || mcp::answer(&board, &body)).await {
         Ok(Some(answer)) => Json(answer).into_response(),
         Ok(None) => StatusCode::ACCEPTED.into_response(),

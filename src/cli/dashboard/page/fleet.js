@@ -47,7 +47,7 @@ function newest(fleet) {
 // An event's fields in a line.
 function words({ at_ms: _, event, ...fields }) {
   if (fields.eval?.sets) fields.eval = Object.entries(fields.eval.sets).map(([set, { reward }]) => `${set} reward ${D.number(reward)}`).join(", ");
-  const field = ([name, value]) => `${name === event ? "" : name.replaceAll("_", " ") + " "}${typeof value === "object" ? JSON.stringify(value) : value}`;
+  const field = ([name, value]) => `${name === event || name === "what" ? "" : name.replaceAll("_", " ") + " "}${typeof value === "object" ? JSON.stringify(value) : value}`;
   return event.replaceAll("_", " ") + (Object.keys(fields).length ? ": " : "") + Object.entries(fields).filter(([, value]) => value !== "").map(field).join(", ");
 }
 
