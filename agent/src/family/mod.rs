@@ -14,11 +14,12 @@ mod qwen35;
 mod said;
 
 use minijinja::Value as Rendered;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::chat::{Chat, ChatTemplate};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
 use crate::message::{Json, Message, Refusal, Role, ToolCall};
 use crate::recent::{Key, Recent};
 use crate::tokenizer::Tokenizer;
@@ -70,6 +71,8 @@ type Parted = (String, Vec<ToolCall>);
 #[derive(Debug)]
 pub struct Family {
     rules: &'static Rules,
+    /// Of the template: the family's, and those of whoever opened it.
+    variables: Rendered,
     template: ChatTemplate,
     tokenizer: Tokenizer,
     guard: Guard,
@@ -112,7 +115,23 @@ impl Family {
     /// # Errors
     /// As [`ChatTemplate::open`], [`Tokenizer::open`] and [`Family::new`].
     pub fn open(checkpoint: &Path) -> Result<Self> {
-        Self::new(ChatTemplate::open(checkpoint)?, Tokenizer::open(checkpoint)?)
+        Self::open_with(checkpoint, None)
+    }
+
+    /// The same with further variables for the template: a JSON object, such as `{"enable_thinking": false}`.
+    ///
+    /// # Errors
+    /// As [`Family::open`], and [`Error::Template`] for what is no JSON object.
+    pub fn open_with(checkpoint: &Path, variables: Option<&str>) -> Result<Self> {
+        let (template, tokenizer) = (ChatTemplate::open(checkpoint)?, Tokenizer::open(checkpoint)?);
+        let read = variables.map(|text| {
+            let json: Option<Json> = serde_json::from_str(text).ok();
+            json.filter(|json| json.as_object().is_some()).ok_or_else(|| {
+                let reason = format!("its variables have to be a JSON object, found `{}`", short(text));
+                Error::Template { path: checkpoint.to_owned(), reason }
+            })
+        });
+        Self::with(template, tokenizer, &read.transpose()?.unwrap_or_default())
     }
 
     /// The family of a template and its tokenizer.
@@ -120,6 +139,10 @@ impl Family {
     /// # Errors
     /// [`Error::Template`] if none fits, [`Error::Tokenizer`] if plain text could become a special token.
     pub fn new(template: ChatTemplate, tokenizer: Tokenizer) -> Result<Self> {
+        Self::with(template, tokenizer, &Json::Null)
+    }
+
+    fn with(template: ChatTemplate, tokenizer: Tokenizer, variables: &Json) -> Result<Self> {
         let fits = |rules: &&&Rules| {
             rules.signs.iter().all(|sign| template.mentions(sign))
                 && [rules.signs[0], rules.end].iter().all(|token| tokenizer.id(token).is_some())
@@ -134,8 +157,12 @@ impl Family {
         };
         let stops = rules.stops.iter().filter_map(|stop| tokenizer.id(stop)).collect();
         let guard = Guard::new(&tokenizer)?;
+        let own = rules.variables.iter().map(|(name, value)| ((*name).to_owned(), Rendered::from(*value)));
+        let given = variables.as_object().into_iter().flatten();
+        let given = given.map(|(name, value)| (name.clone(), rendered(value)));
         let mut family = Family {
             rules,
+            variables: own.chain(given).collect::<BTreeMap<_, _>>().into(),
             guard,
             heads: Recent::new(HEAD_IDS_BYTES_MAX),
             stops,
@@ -315,11 +342,10 @@ impl Family {
     }
 
     fn render(&self, messages: &[Message], tools: &[Json], prompt: bool) -> Result<String, String> {
-        let variables = Rendered::from_pairs(self.rules.variables.iter().copied());
         let chat = Chat {
             messages: messages.iter().map(|message| self.written(message)).collect(),
             tools: (!tools.is_empty()).then(|| tools.iter().map(rendered).collect()),
-            variables: Some(&variables),
+            variables: Some(&self.variables),
         };
         self.template.render_as("", chat, prompt)
     }

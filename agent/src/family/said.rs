@@ -80,6 +80,16 @@ impl Family {
         (at + 2 >= given.len() && given.last() != thought.as_ref()).then_some(at)
     }
 
+    /// How many sampled tokens are thoughts, with the marks around them.
+    pub(crate) fn thoughts(&self, given: &[i32], sampled: &[i32]) -> usize {
+        let end = self.tokenizer.id(THOUGHT).and_then(|end| sampled.iter().position(|id| *id == end));
+        match end {
+            Some(end) => end + 1,
+            None if self.is_thinking(given, sampled) => sampled.len() - usize::from(self.is_closed(sampled)),
+            None => 0,
+        }
+    }
+
     /// Whether an answer ends within its thoughts.
     pub(super) fn is_thinking(&self, given: &[i32], sampled: &[i32]) -> bool {
         let has = |token: &str| self.tokenizer.id(token).is_some_and(|id| sampled.contains(&id));

@@ -33,7 +33,8 @@ fn answer() -> Answer {
         call_id: None,
     };
     let (prompt_tokens, cached_tokens, completion_tokens) = (100, 60, 7);
-    Answer { message, ended: Ended::ToolCalls, prompt_tokens, cached_tokens, completion_tokens }
+    let (ended, reasoning_tokens) = (Ended::ToolCalls, 3);
+    Answer { message, ended, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens }
 }
 
 /// What a client sends back of a reply, as it came.
@@ -108,6 +109,7 @@ fn streams_tell_what_replies_tell() {
             }
             Protocol::Responses => {
                 assert_eq!(data.last().unwrap()["response"], reply);
+                assert_eq!(reply["usage"]["output_tokens_details"]["reasoning_tokens"], 3);
                 let done: Vec<_> = data
                     .iter()
                     .filter(|data| data["type"] == "response.output_item.done")
@@ -139,6 +141,7 @@ fn a_chat_stream_ends_with_the_usage_that_was_asked_for() {
     let usage: Value = serde_json::from_str(&events[events.len() - 2].data).unwrap();
     assert_eq!(usage["usage"]["total_tokens"], 107);
     assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 60);
+    assert_eq!(usage["usage"]["completion_tokens_details"]["reasoning_tokens"], 3);
     assert_eq!(usage["choices"], json!([]));
 }
 
