@@ -169,6 +169,25 @@ def answer(turn: Turn) -> None:
     assert!(!text.contains("title"), "{text}");
 }
 
+/// A client that never ends is told that its answer has. What it was told before is not an answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn client_that_goes_on_for_ever_is_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+@generate
+def answer(turn: Turn) -> None:
+    for number in range(10**9):
+        try:
+            converse(turn, f"And {number}?", 1)
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{error.code} after {number}: {error.read().decode()}")
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let refused = room.answer(0).await.unwrap_err();
+    let expected = ["410 after 256", "an answer has at most 256 generations"];
+    assert!(expected.iter().all(|words| refused.contains(words)), "{refused}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn generation_of_the_hook_stands_apart_from_its_clients() {
     let dir = tempfile::tempdir().unwrap();
