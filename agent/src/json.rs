@@ -228,6 +228,9 @@ mod tests {
         let twice: Json = serde_json::from_str(r#"{"z":1,"a":2,"z":3}"#).unwrap();
         assert_eq!(twice.to_string(), r#"{"z":3,"a":2}"#, "as a dict of Python has it");
         let like = Json::object([("m", Json::Null), ("z", Json::Null)]);
-        assert_eq!(json.ordered_as(&like).to_string(), r#"{"m":true,"z":1,"a":[{"y":null,"b":-2.5}],"é":"\n"}"#);
+        assert_eq!(
+            json.ordered_as(&like).to_string(),
+            r#"{"m":true,"z":1,"a":[{"y":null,"b":-2.5}],"é":"\n"}"#
+        );
     }
 }

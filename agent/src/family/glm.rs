@@ -52,11 +52,9 @@ mod tests {
 
     #[test]
     fn keys_and_values_are_arguments_whatever_stands_between() {
-        let tools = [
-            Json::from(
-                json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
-            ),
-        ];
+        let tools = [Json::from(
+            json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
+        )];
         let arguments = json!({"text": " 1\n\"é\" 日", "at": {"a": [1, null]}});
         for line in ["", "\n"] {
             let put = format!(

@@ -36,7 +36,8 @@ fn calls(text: &str, _: &[Json]) -> Parted {
 }
 
 fn spell(call: &ToolCall) -> String {
-    Json::object([("name", call.name.as_str().into()), ("parameters", call.arguments.clone())]).to_string() + "\n"
+    Json::object([("name", call.name.as_str().into()), ("parameters", call.arguments.clone())]).to_string()
+        + "\n"
 }
 
 #[cfg(test)]

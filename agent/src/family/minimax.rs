@@ -47,11 +47,9 @@ mod tests {
 
     #[test]
     fn several_calls_stand_between_one_pair_of_marks() {
-        let tools = [
-            Json::from(
-                json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
-            ),
-        ];
+        let tools = [Json::from(
+            json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
+        )];
         let text = "First.\n<minimax:tool_call>\n<invoke name=\"put\">\n<parameter name=\"text\">1\n\"é\" 日\
                     </parameter>\n<parameter name=\"at\">{\"a\": [1, null]}</parameter>\n</invoke>\n\
                     <invoke name=\"pwd\">\n</invoke>\n</minimax:tool_call>";

@@ -386,7 +386,11 @@ impl Family {
     /// What a model is told of its tools where the template has no words for them.
     fn toolbox(&self, tools: &[Json]) -> String {
         let tools: Vec<String> = tools.iter().map(|tool| format!("{tool}\n")).collect();
-        let call = ToolCall { id: String::new(), name: "…".to_owned(), arguments: Json::object([("…", "…".into())]) };
+        let call = ToolCall {
+            id: String::new(),
+            name: "…".to_owned(),
+            arguments: Json::object([("…", "…".into())]),
+        };
         let call = (self.rules.spell)(&call);
         format!(
             "You may call functions. Their signatures:\n<tools>\n{}</tools>\n\nA call is its name with its arguments:\n{}",

@@ -43,11 +43,9 @@ mod tests {
 
     #[test]
     fn arguments_are_text_as_it_stands_in_its_lines() {
-        let tools = [
-            Json::from(
-                json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
-            ),
-        ];
+        let tools = [Json::from(
+            json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
+        )];
         let put = "<tool_call>\n<function=put>\n<parameter=text>\n  if \"é\" < 日:\n\n    1\n\n</parameter>\n\
                    <parameter=at>\n{\"a\": [1, null]}\n</parameter>\n</function>\n</tool_call>";
         let text = format!("First.\n\n{put}\n<tool_call><function=pwd></function></tool_call>");

@@ -3,8 +3,8 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said, signature, stops,
-    text, text_format,
+    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said,
+    signature, stops, text, text_format,
 };
 use super::tools::Toolbox;
 use super::{Call, Event, Form, Frame, arguments_text, finish_reason};

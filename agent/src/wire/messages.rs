@@ -3,8 +3,8 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said, signature,
-    stops, text,
+    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said,
+    signature, stops, text,
 };
 use super::tools::Toolbox;
 use super::{Call, Event, Form, Frame};

@@ -23,7 +23,10 @@ const PROBE_BYTES: usize = 64;
 const TITLE: [&[&str]; 3] = [
     &["title"],
     &["conversation", "session", "thread", "chat"],
-    &["write", "generate", "create", "output", "give", "make", "suggest", "extract", "provide", "propose", "return"],
+    &[
+        "write", "generate", "create", "output", "give", "make", "suggest", "extract", "provide", "propose",
+        "return",
+    ],
 ];
 
 /// The protocols.
@@ -248,8 +251,7 @@ fn is_auxiliary(ask: &Ask) -> bool {
     }
     let bytes: usize = ask.messages.iter().map(|message| message.content.len()).sum();
     let mut system = ask.messages.iter().filter(|message| message.role == Role::System);
-    (ask.max_tokens == Some(1) && bytes <= PROBE_BYTES)
-        || system.any(|message| asks_title(&message.content))
+    (ask.max_tokens == Some(1) && bytes <= PROBE_BYTES) || system.any(|message| asks_title(&message.content))
 }
 
 /// Whether a sentence at the beginning of a text asks for the title of a conversation.

@@ -3,8 +3,8 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    arguments, bound, content, flag, function, invalid, list, may_call, needed, none_of, said, signature, text,
-    text_format,
+    arguments, bound, content, flag, function, invalid, list, may_call, needed, none_of, said, signature,
+    text, text_format,
 };
 use super::tools::{Namespaces, Toolbox};
 use super::{Call, Event, Form, Frame, arguments_text};
@@ -133,7 +133,9 @@ fn tools(from: &[Json], functions: &mut Vec<Json>, namespaces: &mut Namespaces) 
     for (index, tool) in from.iter().enumerate() {
         let at = format!("tools[{index}]");
         match tool["type"].as_str() {
-            Some("function") => functions.push(function(signature(needed(tool, "name", &at)?, tool, "parameters"))),
+            Some("function") => {
+                functions.push(function(signature(needed(tool, "name", &at)?, tool, "parameters")))
+            }
             Some("namespace") => {
                 let namespace = needed(tool, "name", &at)?;
                 for (index, tool) in list(tool, "tools", &at)?.iter().enumerate() {

@@ -98,7 +98,14 @@ impl Converse for Scripted {
         };
         self.lock().answers += 1;
         self.changed.notify_all();
-        Ok(Answer { message, ended, prompt_tokens: 11, cached_tokens: 4, completion_tokens: 3, reasoning_tokens: 0 })
+        Ok(Answer {
+            message,
+            ended,
+            prompt_tokens: 11,
+            cached_tokens: 4,
+            completion_tokens: 3,
+            reasoning_tokens: 0,
+        })
     }
 
     async fn count(&self, _: &str, ask: Ask) -> Result<u64, Refusal> {

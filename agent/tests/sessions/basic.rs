@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use driftless_agent::{Family, Sessions};
 use driftless_agent::message::{Ask, Converse as _, Ended, Message, Refusal, Role};
 use driftless_agent::sessions::{Opening, Settings};
+use driftless_agent::{Family, Sessions};
 use driftless_bridge::SamplingParams;
 use serde_json::json;
 use tempfile::TempDir;
@@ -44,11 +44,7 @@ pub(crate) fn reopened(home: &TempDir, template: &str, script: &Arc<Script>) -> 
 }
 
 /// The same for a family of the test's.
-pub(crate) fn reopened_with(
-    home: &TempDir,
-    family: Family,
-    script: &Arc<Script>,
-) -> Sessions<Arc<Script>> {
+pub(crate) fn reopened_with(home: &TempDir, family: Family, script: &Arc<Script>) -> Sessions<Arc<Script>> {
     // The lock is free once the writer has ended.
     let journal = home.path().join("journal");
     while std::fs::File::open(&journal).is_ok_and(|file| file.try_lock().is_err()) {

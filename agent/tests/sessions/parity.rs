@@ -13,7 +13,8 @@ fn whole(template: &str, ask: &Ask, tools: Option<&str>) -> Vec<i32> {
     let json = |value: serde_json::Value| serde_json::from_value::<Value>(value).unwrap();
     let tools = tools.map(|tools| serde_json::from_str(tools).unwrap());
     let variables = json(json!({"tools_in_user_message": false}));
-    let chat = Chat { messages: ask.messages.iter().map(written).collect(), tools, variables: Some(&variables) };
+    let chat =
+        Chat { messages: ask.messages.iter().map(written).collect(), tools, variables: Some(&variables) };
     let text = toy::template(template).render(chat).unwrap();
     toy::shared().encode(&text).unwrap()
 }
@@ -22,7 +23,8 @@ fn whole(template: &str, ask: &Ask, tools: Option<&str>) -> Vec<i32> {
 fn written(message: &Message) -> Value {
     let call = |call: &ToolCall| {
         let arguments = serde_json::from_str(&call.arguments.to_string()).unwrap();
-        let function = Value::from_pairs([("name", Value::from(call.name.as_str())), ("arguments", arguments)]);
+        let function =
+            Value::from_pairs([("name", Value::from(call.name.as_str())), ("arguments", arguments)]);
         Value::from_pairs([
             ("type", Value::from("function")),
             ("id", Value::from(call.id.as_str())),
@@ -96,7 +98,8 @@ const TOOLS: &str = r#"[{"type": "function", "function": {"description": "Lists.
 #[test]
 fn arguments_are_rendered_in_the_order_of_their_client() {
     let written = r#"{"path": "/", "limit": 5, "at": {"b": 1, "a": [null]}}"#;
-    for (template, _) in TEMPLATES.iter().filter(|(template, _)| !["smollm2", "deepseek"].contains(template)) {
+    for (template, _) in TEMPLATES.iter().filter(|(template, _)| !["smollm2", "deepseek"].contains(template))
+    {
         let call = ToolCall {
             id: "functions.ls:0".to_owned(),
             name: "ls".to_owned(),
@@ -170,8 +173,11 @@ fn text_of_clients_never_becomes_a_special_token() {
         let special: Vec<i32> = SPECIAL.iter().chain(&ADDED).map(|token| id(token)).collect();
         let count = |plan: &Plan| plan.given.iter().filter(|id| special.contains(id)).count();
         let conversation = |text: &str| {
-            let call =
-                ToolCall { id: text.to_owned(), name: text.to_owned(), arguments: json!({text: [text, 1]}).into() };
+            let call = ToolCall {
+                id: text.to_owned(),
+                name: text.to_owned(),
+                arguments: json!({text: [text, 1]}).into(),
+            };
             let assistant = Message {
                 calls: vec![call],
                 reasoning: Some(text.to_owned()),

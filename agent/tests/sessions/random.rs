@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_agent::{Family, Sessions, Tokenizer};
 use driftless_agent::message::{Ask, Converse as _, Message, Role};
 use driftless_agent::session::Sample;
+use driftless_agent::{Family, Sessions, Tokenizer};
 use driftless_bridge::engine::VersionSpan;
 use futures_util::future::join_all;
 use serde_json::json;

@@ -60,7 +60,8 @@ async fn housekeeping_that_is_all_or_goes_on_is_trained() {
     let kept = |most| sessions.samples("s", false, most);
     assert_eq!(kept(usize::MAX).await.unwrap().len(), 1, "a session that has nothing else");
     sessions.ask("s", ask(&[user("Other")])).await.unwrap();
-    let turns = async || kept(usize::MAX).await.unwrap().iter().map(|sample| sample.turns).collect::<Vec<_>>();
+    let turns =
+        async || kept(usize::MAX).await.unwrap().iter().map(|sample| sample.turns).collect::<Vec<_>>();
     assert_eq!(turns().await, [1], "beside another conversation");
     talk.push(first.message);
     say(&sessions, &mut talk, "And another?").await;
