@@ -6,6 +6,7 @@ mod error;
 mod family;
 pub mod gateway;
 mod journal;
+mod json;
 pub mod message;
 mod recent;
 pub mod session;

@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
+pub use crate::json::Json;
 pub use crate::tools::Tools;
 
 /// Who says a message.
@@ -46,8 +46,8 @@ pub struct ToolCall {
     pub id: String,
     /// The tool's name.
     pub name: String,
-    /// Its arguments: a JSON object; a JSON string where the model wrote no object.
-    pub arguments: Value,
+    /// Its arguments, as the model wrote them: a JSON object; a JSON string where the model wrote no object.
+    pub arguments: Json,
 }
 
 /// One call of a client.
@@ -94,6 +94,8 @@ pub struct Answer {
     pub cached_tokens: u64,
     /// Tokens that were drawn.
     pub completion_tokens: u64,
+    /// Of these, how many are thoughts, with the marks around them.
+    pub reasoning_tokens: u64,
 }
 
 /// Why an [`Ask`] gets no answer, for a client to see.
@@ -139,6 +141,14 @@ pub trait Converse: Send + Sync {
     /// # Errors
     /// [`Refusal`].
     async fn count(&self, session: &str, ask: Ask) -> Result<u64, Refusal>;
+
+    /// Closes a session for whoever has the key to that: it takes no further asks, and forgets what it has.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`] where sessions end by themselves, and any other [`Refusal`].
+    async fn close(&self, _session: &str, _key: Option<&str>) -> Result<(), Refusal> {
+        Err(Refusal::Invalid("a session ends with its answer, and not before".to_owned()))
+    }
 
     /// Whether `key` opens `session`.
     fn opens(&self, session: &str, key: Option<&str>) -> bool;

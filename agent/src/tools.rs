@@ -7,14 +7,16 @@ use blake3::Hasher;
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
+use crate::json::Json;
+
 /// What equal values have in common, and no others.
 pub(crate) type Digest = [u8; 16];
 
 /// Tools, each as OpenAI's `{"type": "function", "function": {…}}`. Clones share them.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-#[serde(from = "Vec<Value>")]
+#[serde(from = "Vec<Json>")]
 pub struct Tools {
-    tools: Arc<[Value]>,
+    tools: Arc<[Json]>,
     digest: Digest,
     bytes: usize,
 }
@@ -33,6 +35,12 @@ impl Tools {
 
 impl From<Vec<Value>> for Tools {
     fn from(tools: Vec<Value>) -> Self {
+        tools.into_iter().map(Json::from).collect::<Vec<_>>().into()
+    }
+}
+
+impl From<Vec<Json>> for Tools {
+    fn from(tools: Vec<Json>) -> Self {
         let (digest, bytes) = (of(&tools), tools.iter().map(inside).sum());
         Tools { tools: tools.into(), digest, bytes }
     }
@@ -40,14 +48,14 @@ impl From<Vec<Value>> for Tools {
 
 impl Default for Tools {
     fn default() -> Self {
-        Vec::new().into()
+        Vec::<Json>::new().into()
     }
 }
 
 impl Deref for Tools {
-    type Target = [Value];
+    type Target = [Json];
 
-    fn deref(&self) -> &[Value] {
+    fn deref(&self) -> &[Json] {
         &self.tools
     }
 }
@@ -59,7 +67,7 @@ impl Serialize for Tools {
 }
 
 /// Tools, whatever the order of their members.
-fn of(tools: &[Value]) -> Digest {
+fn of(tools: &[Json]) -> Digest {
     let mut hasher = Hasher::new();
     tools.iter().for_each(|tool| value(&mut hasher, tool));
     digest(&hasher)
@@ -75,17 +83,17 @@ pub(crate) fn text(hasher: &mut Hasher, text: &str) {
 }
 
 /// Adds a value, whatever the order of its members.
-pub(crate) fn value(hasher: &mut Hasher, of: &Value) {
+pub(crate) fn value(hasher: &mut Hasher, of: &Json) {
     match of {
-        Value::Null => _ = hasher.update(b"0"),
-        Value::Bool(is) => _ = hasher.update(if *is { b"t" } else { b"f" }),
-        Value::Number(number) => text(hasher.update(b"n"), &number.to_string()),
-        Value::String(string) => text(hasher.update(b"s"), string),
-        Value::Array(elements) => {
+        Json::Null => _ = hasher.update(b"0"),
+        Json::Bool(is) => _ = hasher.update(if *is { b"t" } else { b"f" }),
+        Json::Number(number) => text(hasher.update(b"n"), &number.to_string()),
+        Json::String(string) => text(hasher.update(b"s"), string),
+        Json::Array(elements) => {
             hasher.update(b"a").update(&elements.len().to_le_bytes());
             elements.iter().for_each(|element| value(hasher, element));
         }
-        Value::Object(members) => {
+        Json::Object(members) => {
             let mut members: Vec<_> = members.iter().collect();
             members.sort_by_key(|(key, _)| *key);
             hasher.update(b"o").update(&members.len().to_le_bytes());
@@ -98,12 +106,12 @@ pub(crate) fn value(hasher: &mut Hasher, of: &Value) {
 }
 
 /// About how much memory a value takes.
-pub(crate) fn inside(value: &Value) -> usize {
-    size_of::<Value>()
+pub(crate) fn inside(value: &Json) -> usize {
+    size_of::<Json>()
         + match value {
-            Value::String(text) => text.len(),
-            Value::Array(elements) => elements.iter().map(inside).sum(),
-            Value::Object(members) => members.iter().map(|(key, value)| key.len() + inside(value)).sum(),
+            Json::String(text) => text.len(),
+            Json::Array(elements) => elements.iter().map(inside).sum(),
+            Json::Object(members) => members.iter().map(|(key, value)| key.len() + inside(value)).sum(),
             _ => 0,
         }
 }

@@ -18,18 +18,23 @@ TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": name,
             "description": f"Does {name}: é.",
+            "name": name,
             "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}, "q": {"type": "integer"}, "z": {"type": "object"}},
+                "properties": {
+                    "z": {"title": "Z", "type": "object"},
+                    "path": {"type": "string", "enum": ["/", "."]},
+                    "limit": {"minimum": 1, "type": "integer", "default": 5},
+                },
                 "required": ["path"],
+                "type": "object",
             },
         },
     }
     for name in ["ls", "grep"]
 ]
-ARGUMENTS = [{"path": "/tmp\nx", "q": 5, "z": {"a": [1, None, True, 0.5]}}, {"path": "5"}]
+# Members stand in no order but their own.
+ARGUMENTS = [{"path": "/tmp\nx", "limit": 5, "z": {"b": 1, "a": [1, None, True, 0.5]}}, {"path": "5"}]
 
 
 def elements(begin, end):
@@ -80,6 +85,11 @@ def kimi(calls):
     return "<|tool_calls_section_begin|>" + "".join(blocks) + "<|tool_calls_section_end|>"
 
 
+def llama3(calls):
+    blocks = [{"name": name, "parameters": arguments} for name, arguments in calls[:1]]
+    return "".join(map(json.dumps, blocks))
+
+
 def minimax(calls):
     spell = elements('<parameter name="{}">', "</parameter>\n")
     blocks = [f'<invoke name="{name}">\n{spell(arguments)}</invoke>\n' for name, arguments in calls]
@@ -94,6 +104,7 @@ def kept(renderer, config, **more):
 END, EOS = "<|im_end|>", "<｜end▁of▁sentence｜>"
 USER, OBSERVATION = "<|user|>", "<|observation|>"
 NAME = "You are a helpful assistant."
+EOT, LLAMA = "<|eot_id|>", "meta-llama-Llama-3.1-8B-Instruct"
 R1 = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"
 # A template, how its models write calls, the tokens that end an answer and a call, and its renderer. Where there is none,
 # what stands behind an answer is the end of the template's whole.
@@ -105,12 +116,14 @@ FAMILIES = [
     ("GLM-4.6", glm("\n"), USER, OBSERVATION, kept(r.GLM45Renderer, r.GLM45RendererConfig)),
     ("GLM-4.7-Flash", glm(""), USER, OBSERVATION, kept(r.GLM5Renderer, r.GLM5RendererConfig)),
     ("kimi", kimi, END, END, kept(r.KimiK25Renderer, r.KimiK25RendererConfig)),
+    ("moonshotai-Kimi-K2", kimi, END, END, kept(r.KimiK2Renderer, r.KimiK2RendererConfig)),
+    (LLAMA, llama3, EOT, EOT, kept(r.Llama3Renderer, r.Llama3RendererConfig)),
     ("MiniMax-M2", minimax, "[e~[", "[e~[", kept(r.MiniMaxM2Renderer, r.MiniMaxM2RendererConfig, model_identity=NAME)),
 ]
 # Tokens that renderers want, and that no text has.
 PICTURES = "vision_start vision_end image_pad video_pad media_begin media_content media_end media_pad".split()
 # Templates whose models differ from the others of their family in nothing else.
-MORE = ["moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.2", "meta-llama-Llama-3.1-8B-Instruct"]
+MORE = ["deepseek-ai-DeepSeek-V3.2", "smollm2"]
 BOS = {"deepseek": "<｜begin▁of▁sentence｜>", "meta": "<|begin_of_text|>"}
 
 
@@ -153,7 +166,11 @@ class Template:
         self.tokenizer, self.source = tokenizer, path.read_text()
         self.bos = next((token for name, token in BOS.items() if path.name.startswith(name)), "")
         self.has_tools = "tools" in self.source
+        # How many a message may have: Llama's refuses several, SmolLM2's has no words for any.
+        self.calls = (1 if path.name.startswith("meta") else 9) if "tool_calls" in self.source else 0
         self.takes_text = "['arguments'] +" in self.source
+        # It parts answers of tools by a line, or has a backslash and an n for one, which renderers do not.
+        self.parts = self.takes_text or "Return of" in self.source
 
     def written(self, said):
         """A message as transformers' users write it."""
@@ -208,15 +225,14 @@ def turns(spell, end, end_of_calls, thought):
     yield thinks + spell([("ls", {})]) + end_of_calls, told(TEXTS[3])
 
 
-def behind(template, renderer, prompt, sampled, messages):
+def behind(template, renderer, end, prompt, sampled, messages):
     """Ids before the next answer."""
-    # The template parts answers of tools by a line, and begins no thoughts behind them.
-    is_told = template.takes_text and any(said["role"] == "tool" for said in messages)
+    is_told = template.parts and any(said["role"] == "tool" for said in messages)
     if renderer and not is_told:
         return renderer.bridge_to_next_turn(prompt, sampled, [template.written(said) for said in messages]).token_ids
     names = [said["call_id"].split(".")[1].split(":")[0] for said in messages if said["role"] == "tool"]
     whole = template.text([user("a"), {**called(*names), "content": "(said)"}, *messages], None)
-    bridge = template.ids(whole[whole.index(EOS, whole.index("(said)")) :])
+    bridge = template.ids(whole[whole.index(end, whole.index("(said)")) :])
     think, thought = template.ids("<think></think>")
     is_thinking = think in prompt[-2:] and thought not in prompt[-2:] + sampled
     return prompt + sampled + [thought] * is_thinking + bridge[sampled[-1:] == bridge[:1] :]
@@ -232,8 +248,8 @@ def read(renderer, prompt, sampled, tools):
 
 def wholes(template, name, tools):
     for messages in conversations():
-        if name.startswith("meta") and any(len(said.get("calls") or []) > 1 for said in messages):
-            continue  # Its template refuses several calls.
+        if any(len(said.get("calls") or []) > template.calls for said in messages):
+            continue
         for given in [[], tools] if tools else [[]]:
             ids = template.ids(template.text(messages, given))
             yield {"messages": messages, "tools": given, "ids": ids}
@@ -259,7 +275,7 @@ def checkpoint(template, name, spell, end, end_of_calls, renderer):
         line["without"] = without(template, "".join(thought), end, tools)
     for said, messages in turns(spell, end, end_of_calls, thought):
         before, sampled = template.ids(prompt), template.ids(said)
-        ids = behind(template, renderer, before, sampled, messages)
+        ids = behind(template, renderer, end, before, sampled, messages)
         heard = renderer and read(renderer, before, sampled, tools)
         line["turns"].append({"sampled": sampled, "messages": messages, "ids": ids, "heard": heard})
     return line

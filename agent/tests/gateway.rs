@@ -128,6 +128,18 @@ fn the_key_names_the_session_where_the_path_does_not() {
 }
 
 #[test]
+fn a_session_is_closed_by_whoever_has_its_key() {
+    let served = serve(|_| {});
+    assert_eq!(served.post(CHAT, &said("you")).status, 200);
+    assert_eq!(served.head_only("DELETE /s/one", "x-api-key: other\r\n").status, 401);
+    assert_eq!(served.scripted.sessions(), ["one"]);
+    let closed = served.head_only("DELETE /s/one", BEARER);
+    assert_eq!((closed.status, closed.json()), (200, json!({"session": "one", "closed": true})));
+    assert_eq!(served.scripted.sessions(), [""; 0]);
+    assert_eq!(served.head_only("GET /s/one", BEARER).status, 405);
+}
+
+#[test]
 fn strangers_are_refused_before_their_body_is_read() {
     let served = serve(|_| {});
     let keys =

@@ -56,7 +56,10 @@ fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
 
 fn serve_with(dir: &Path, model: &Path, fake: &Fake, more: &[&str]) -> Served {
     let mut command = driftless();
-    command.args(["--json", "--die-with-parent", "gateway", "--listen", "127.0.0.1:0"]).args(more);
+    command.args(["--json", "--die-with-parent", "gateway"]).args(more);
+    if !more.contains(&"--listen") {
+        command.args(["--listen", "127.0.0.1:0"]);
+    }
     command.arg("--hf-checkpoint").arg(model).arg("--save").arg(dir.join("save"));
     command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
     let mut process = Process::start("gateway", dir, &mut command);
@@ -68,6 +71,7 @@ fn serve_with(dir: &Path, model: &Path, fake: &Fake, more: &[&str]) -> Served {
 fn post(served: &Served, request: &str, headers: &str, messages: &Value) -> (u16, String) {
     let address =
         served.url.strip_prefix("http://").and_then(|address| address.parse().ok()).expect("an address");
+    let address = std::net::SocketAddr::from(([127, 0, 0, 1], std::net::SocketAddr::port(&address)));
     exchange(address, request, headers, &json!({"model": "any", "messages": messages}).to_string())
 }
 
@@ -147,6 +151,24 @@ fn a_gateway_for_others_wants_a_token() {
     assert!(words.contains("--token-file"), "{words}");
 }
 
+/// A key whose second is over opens nothing.
+fn check_expiry(token: &Path, served: &Served) {
+    let made = json(driftless().args(["gateway-key", "task-2", "--ttl", "1", "--token-file"]).arg(token));
+    let key = format!("authorization: Bearer {}\r\n", made["key"].as_str().expect("a key"));
+    let expiry = made["expiry"].as_u64().expect("a time");
+    let now = || std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
+    while now() < expiry {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let (status, body) = post(served, "POST /v1/messages", &key, &json!([{"role": "user", "content": "hi"}]));
+    assert!(status == 401 && body.contains("has expired"), "{status}: {body}");
+}
+
+/// What is told of the end of a session.
+fn close(served: &Served, session: &str, headers: &str) -> (u16, String) {
+    post(served, &format!("DELETE /s/{session}"), headers, &json!([]))
+}
+
 /// A key of task-2 opens that one, with its name in the path and without, and refuses others in each vendor's shape.
 fn check_key(served: &Served, token: &Path) {
     let made = json(driftless().args(["gateway-key", "task-2", "--token-file"]).arg(token));
@@ -163,6 +185,11 @@ fn check_key(served: &Served, token: &Path) {
         assert!(status == 401 && words.contains("another's or has expired"), "{status}: {body}");
         assert_eq!(told["type"] == "error", protocol == "messages", "{body}");
     }
+    let token_itself = std::fs::read_to_string(token).expect("a file");
+    assert!(post(served, CHAT, &format!("x-api-key: {}\r\n", token_itself.trim()), &messages).0 == 200);
+    let closed = close(served, "task-2", &key);
+    assert!(closed.0 == 401 && closed.1.contains("alone closes sessions"), "{closed:?}");
+    check_expiry(token, served);
     let mut odd = driftless();
     assert_eq!(code(odd.args(["gateway-key", "a b", "--token-file"]).arg(token)).0, Some(2));
     let (status, words) = code(driftless().args(["gateway-key", "a"]).env_remove("DRIFTLESS_TOKEN"));
@@ -177,7 +204,8 @@ fn a_token_opens_sessions_of_any_name() {
     fake.engine().tokens = vec![id('a')];
     let file = dir.path().join("token");
     std::fs::write(&file, "secret\n").expect("a file");
-    let served = serve_with(dir.path(), &model, &fake, &["--token-file", &file.display().to_string()]);
+    let others = ["--listen", "0.0.0.0:0", "--token-file", &file.display().to_string()];
+    let served = serve_with(dir.path(), &model, &fake, &others);
     let messages = json!([{"role": "user", "content": "hi"}]);
     for key in ["", "authorization: Bearer other\r\n"] {
         assert_eq!(post(&served, CHAT, key, &messages).0, 401, "{key}");
@@ -189,6 +217,11 @@ fn a_token_opens_sessions_of_any_name() {
     }
     assert_eq!(post(&served, "POST /s/a%20b/v1/messages", key, &messages).0, 401, "no name");
     check_key(&served, &file);
+    assert!(served.process.output().contains("go in clear text"), "a warning: it listens for other hosts");
+    let other = post(&served, "POST /s/task-3/v1/chat/completions", key, &messages);
+    assert_eq!((other.0, close(&served, "task-3", key).0), (200, 200));
+    let over = post(&served, "POST /s/task-3/v1/chat/completions", key, &messages);
+    assert!(over.0 == 410 && over.1.contains("session_over"), "{over:?}");
     drop(served);
     let mut sessions: Vec<_> =
         exported(dir.path(), &model).iter().map(|sample| sample["session"].clone()).collect();

@@ -41,7 +41,9 @@ impl Converse for Forgetful {
         let content = ANSWER.to_owned();
         let message =
             Message { role: Role::Assistant, content, reasoning: None, calls: vec![], call_id: None };
-        Ok(Answer { message, ended: Ended::Stop, prompt_tokens: 0, cached_tokens: 0, completion_tokens: 0 })
+        let [prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens] = [0; 4];
+        let ended = Ended::Stop;
+        Ok(Answer { message, ended, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens })
     }
 
     async fn count(&self, _: &str, _: Ask) -> Result<u64, Refusal> {

@@ -1,9 +1,7 @@
 //! Calls in the text of an answer, whatever marks they stand between.
 
-use serde_json::{Value, json};
-
 use super::Parted;
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 /// Content of a text in which calls stand between two marks, and the calls, read from what stands there. Where `read`
 /// finds no call, and where the second mark is missing, all is text.
@@ -54,51 +52,52 @@ pub(super) fn within(
 }
 
 /// A call without an id, if it has a name.
-pub(super) fn call(name: &str, arguments: Value) -> Option<ToolCall> {
-    let name = name.trim();
+pub(super) fn call(name: &str, arguments: impl Into<Json>) -> Option<ToolCall> {
+    let (name, arguments) = (name.trim(), arguments.into());
     (!name.is_empty()).then(|| ToolCall { id: String::new(), name: name.to_owned(), arguments })
 }
 
 /// A call that a model wrote as a JSON object.
-pub(super) fn json_call(mut json: Value) -> Option<ToolCall> {
-    let arguments = ["arguments", "parameters"].iter().find_map(|key| json.get_mut(*key).map(Value::take));
-    let arguments = match arguments.unwrap_or_else(|| json!({})) {
-        Value::String(text) => arguments_of(&text),
-        Value::Object(members) => Value::Object(members),
-        other => Value::String(other.to_string()),
+pub(super) fn json_call(json: Json) -> Option<ToolCall> {
+    let Json::Object(mut members) = json else { return None };
+    let arguments = ["arguments", "parameters"].iter().find_map(|key| members.shift_remove(*key));
+    let arguments = match arguments.unwrap_or_else(|| Json::object([])) {
+        Json::String(text) => arguments_of(&text),
+        object @ Json::Object(_) => object,
+        other => Json::String(other.to_string()),
     };
-    call(json.get("name")?.as_str()?, arguments)
+    call(members.get("name")?.as_str()?, arguments)
 }
 
 /// Arguments that a model wrote as JSON. What is no object stays as it is.
-pub(super) fn arguments_of(text: &str) -> Value {
+pub(super) fn arguments_of(text: &str) -> Json {
     match serde_json::from_str(text) {
-        Ok(Value::Object(members)) => Value::Object(members),
-        _ if text.trim().is_empty() => json!({}),
-        _ => Value::String(text.to_owned()),
+        Ok(Json::Object(members)) => Json::Object(members),
+        _ if text.trim().is_empty() => Json::object([]),
+        _ => Json::String(text.to_owned()),
     }
 }
 
 /// Arguments that a model wrote as text, each with the type that the tool's schema tells. A text is what it is, any
 /// other argument is JSON, and what is no JSON is a text.
 pub(super) fn typed<'a>(
-    tools: &[Value],
+    tools: &[Json],
     name: &str,
     written: impl Iterator<Item = (&'a str, &'a str)>,
-) -> Value {
+) -> Json {
     let tool = tools.iter().find(|tool| tool["function"]["name"] == name.trim());
     let types = tool.map(|tool| &tool["function"]["parameters"]["properties"]);
     let read = |(key, text): (&str, &str)| {
         let is_text =
             types.is_some_and(|types| ["string", "[\"string\"]"].contains(&&*told(&types[key]["type"])));
         let json = (!is_text).then(|| serde_json::from_str(text).ok());
-        (key.to_owned(), json.flatten().unwrap_or_else(|| Value::String(text.to_owned())))
+        (key.to_owned(), json.flatten().unwrap_or_else(|| Json::String(text.to_owned())))
     };
-    Value::Object(written.map(read).collect())
+    Json::Object(written.map(read).collect())
 }
 
 /// A type as it stands in a schema.
-fn told(of: &Value) -> String {
+fn told(of: &Json) -> String {
     of.as_str().map_or_else(|| of.to_string(), str::to_owned)
 }
 
@@ -115,13 +114,15 @@ pub(super) fn spelled(call: &ToolCall, marks: [&str; 3], argument: [&str; 3]) ->
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
     fn types_of_arguments_are_those_of_the_schema() {
         let properties =
             json!({"text": {"type": "string"}, "one": {"type": ["string"]}, "count": {"type": "integer"}});
-        let tools = [json!({"function": {"name": "f", "parameters": {"properties": properties}}})];
+        let tools = [json!({"function": {"name": "f", "parameters": {"properties": properties}}}).into()];
         let written = [
             ("text", "5"),
             ("one", "null"),

@@ -1,9 +1,7 @@
 //! ChatML: Qwen3, SmolLM2, and what is shaped like them.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 pub(super) const MARKS: [&str; 2] = ["<tool_call>", "</tool_call>"];
 
@@ -22,13 +20,13 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str, _: &[Value]) -> Parted {
+fn calls(text: &str, _: &[Json]) -> Parted {
     let read = |inside: &str| serde_json::from_str(inside).ok().and_then(calls::json_call);
     calls::between(text, MARKS, |inside| read(inside).into_iter().collect())
 }
 
 fn spell(call: &ToolCall) -> String {
-    let (name, [open, close]) = (Value::from(call.name.as_str()), MARKS);
+    let (name, [open, close]) = (Json::from(call.name.as_str()), MARKS);
     format!("\n{open}\n{{\"name\": {name}, \"arguments\": {}}}\n{close}", call.arguments)
 }
 

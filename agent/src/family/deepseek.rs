@@ -1,9 +1,7 @@
 //! DeepSeek V3, V3.1, V3.2 and R1.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 const END: &str = "<｜end▁of▁sentence｜>";
 const SECTION: [&str; 2] = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"];
@@ -32,7 +30,7 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str, _: &[Value]) -> Parted {
+fn calls(text: &str, _: &[Json]) -> Parted {
     match text.contains(SECTION32[0]) {
         true => calls::within(text, SECTION32, CALL32, |name, body| calls::call(name, arguments32(body))),
         false => calls::within(text, SECTION, CALL, read),
@@ -48,16 +46,16 @@ fn read(name: &str, body: &str) -> Option<ToolCall> {
     calls::call(name, calls::arguments_of(json.unwrap_or(fenced)))
 }
 
-fn arguments32(body: &str) -> Value {
+fn arguments32(body: &str) -> Json {
     let argument = |(key, text): (&str, &str)| match key.strip_suffix(TEXT32) {
-        Some(key) => (key.to_owned(), Value::String(text.to_owned())),
+        Some(key) => (key.to_owned(), Json::String(text.to_owned())),
         None => {
             let key = key.split_once('"').map_or(key, |(key, _)| key);
             let json = serde_json::from_str(text);
-            (key.to_owned(), json.unwrap_or_else(|_| Value::String(text.to_owned())))
+            (key.to_owned(), json.unwrap_or_else(|_| Json::String(text.to_owned())))
         }
     };
-    Value::Object(calls::elements(body, ARGUMENT32).map(argument).collect())
+    Json::Object(calls::elements(body, ARGUMENT32).map(argument).collect())
 }
 
 fn spell(call: &ToolCall) -> String {
@@ -72,7 +70,7 @@ mod tests {
     use super::*;
     use crate::family::calls::call;
 
-    fn expected(arguments: Value) -> Parted {
+    fn expected(arguments: serde_json::Value) -> Parted {
         let calls = [call("put", arguments), call("pwd", json!({}))];
         ("First.".to_owned(), calls.into_iter().flatten().collect())
     }

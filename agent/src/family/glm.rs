@@ -1,9 +1,7 @@
 //! GLM-4.5 to GLM-5.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 const MARKS: [&str; 2] = ["<tool_call>", "</tool_call>"];
 /// An argument: its key, and its value behind [`VALUE`].
@@ -25,7 +23,7 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str, tools: &[Value]) -> Parted {
+fn calls(text: &str, tools: &[Json]) -> Parted {
     calls::between(text, MARKS, |inside| {
         let name = inside.split(ARGUMENT[0]).next().unwrap_or_default().trim();
         // What is neither a name nor an argument makes it no call.
@@ -54,9 +52,9 @@ mod tests {
 
     #[test]
     fn keys_and_values_are_arguments_whatever_stands_between() {
-        let tools = [
+        let tools = [Json::from(
             json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
-        ];
+        )];
         let arguments = json!({"text": " 1\n\"é\" 日", "at": {"a": [1, null]}});
         for line in ["", "\n"] {
             let put = format!(

@@ -1,9 +1,8 @@
 //! Text of clients, of which nothing may become a special token.
 
 use regex::Regex;
-use serde_json::Value;
 
-use crate::message::Message;
+use crate::message::{Json, Message};
 use crate::tokenizer::Tokenizer;
 
 /// Finds spellings of special tokens.
@@ -15,7 +14,7 @@ pub(super) struct Guard {
 /// What of a conversation is rendered. Spellings of special tokens have the mark behind their first letter.
 pub(super) struct Guarded {
     pub(super) messages: Vec<Message>,
-    pub(super) tools: Vec<Value>,
+    pub(super) tools: Vec<Json>,
     pub(super) mark: Option<char>,
 }
 
@@ -41,7 +40,7 @@ impl Guard {
         Ok(Guard { spelling })
     }
 
-    pub(super) fn guard(&self, messages: &[Message], tools: &[Value]) -> Guarded {
+    pub(super) fn guard(&self, messages: &[Message], tools: &[Json]) -> Guarded {
         let (mut messages, mut tools) = (messages.to_vec(), tools.to_vec());
         let Some(spelling) = &self.spelling else { return Guarded { messages, tools, mark: None } };
         let mut is_found = false;
@@ -70,13 +69,17 @@ impl Guard {
 }
 
 /// Does it to every text that a client wrote.
-fn every(messages: &mut [Message], tools: &mut [Value], work: &mut dyn FnMut(&mut String)) {
+fn every(messages: &mut [Message], tools: &mut [Json], work: &mut dyn FnMut(&mut String)) {
     for message in messages {
         work(&mut message.content);
         if let Some(reasoning) = &mut message.reasoning {
             work(reasoning);
         }
+        if let Some(id) = &mut message.call_id {
+            work(id);
+        }
         for call in &mut message.calls {
+            work(&mut call.id);
             work(&mut call.name);
             inside(&mut call.arguments, work);
         }
@@ -84,11 +87,11 @@ fn every(messages: &mut [Message], tools: &mut [Value], work: &mut dyn FnMut(&mu
     tools.iter_mut().for_each(|tool| inside(tool, work));
 }
 
-fn inside(value: &mut Value, work: &mut dyn FnMut(&mut String)) {
+fn inside(value: &mut Json, work: &mut dyn FnMut(&mut String)) {
     match value {
-        Value::String(text) => work(text),
-        Value::Array(elements) => elements.iter_mut().for_each(|element| inside(element, work)),
-        Value::Object(members) => {
+        Json::String(text) => work(text),
+        Json::Array(elements) => elements.iter_mut().for_each(|element| inside(element, work)),
+        Json::Object(members) => {
             let taken = std::mem::take(members);
             members.extend(taken.into_iter().map(|(mut key, mut value)| {
                 work(&mut key);

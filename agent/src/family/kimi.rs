@@ -1,9 +1,7 @@
 //! Kimi K2, K2.5 and K2.6.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 const SECTION: [&str; 2] = ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"];
 const CALL: [&str; 3] = ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"];
@@ -25,7 +23,7 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str, _: &[Value]) -> Parted {
+fn calls(text: &str, _: &[Json]) -> Parted {
     calls::within(text, SECTION, CALL, read)
 }
 
@@ -53,7 +51,11 @@ mod tests {
                     {\"at\": {\"a\": [1]}, \"text\": \"é 日\"}<|tool_call_end|><|tool_call_begin|> pwd \
                     <|tool_call_argument_begin|>{\"cut\": <|tool_call_end|><|tool_calls_section_end|>";
         let put = json!({"at": {"a": [1]}, "text": "é 日"});
-        let call = |id: &str, name: &str, arguments| ToolCall { id: id.into(), name: name.into(), arguments };
+        let call = |id: &str, name: &str, arguments: serde_json::Value| ToolCall {
+            id: id.into(),
+            name: name.into(),
+            arguments: arguments.into(),
+        };
         let expected = vec![call("functions.a.put:3", "a.put", put), call("pwd", "pwd", json!("{\"cut\": "))];
         assert_eq!(calls(text, &[]), ("First.".to_owned(), expected.clone()));
         assert_eq!(calls(&spell(&expected[0]), &[]).1, expected[..1]);

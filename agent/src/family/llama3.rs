@@ -1,9 +1,7 @@
 //! Llama 3.1 and later: headers, and calls that are the whole answer.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 /// Calls are JSON objects, one after the other, without text around them.
 pub(super) const RULES: Rules = Rules {
@@ -21,10 +19,10 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str, _: &[Value]) -> Parted {
+fn calls(text: &str, _: &[Json]) -> Parted {
     let (mut found, mut rest) = (Vec::new(), text.trim());
     while rest.starts_with('{') {
-        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Json>();
         let call = values.next().and_then(Result::ok).and_then(calls::json_call);
         let end = values.byte_offset();
         let Some(call) = call else { break };
@@ -38,7 +36,8 @@ fn calls(text: &str, _: &[Value]) -> Parted {
 }
 
 fn spell(call: &ToolCall) -> String {
-    serde_json::json!({"name": call.name, "parameters": call.arguments}).to_string() + "\n"
+    Json::object([("name", call.name.as_str().into()), ("parameters", call.arguments.clone())]).to_string()
+        + "\n"
 }
 
 #[cfg(test)]

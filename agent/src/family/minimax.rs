@@ -1,9 +1,7 @@
 //! MiniMax M2.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 const SECTION: [&str; 2] = ["<minimax:tool_call>", "</minimax:tool_call>"];
 const CALL: [&str; 3] = ["<invoke name=\"", "\">", "</invoke>"];
@@ -24,7 +22,7 @@ pub(super) const RULES: Rules = Rules {
     spell,
 };
 
-fn calls(text: &str, tools: &[Value]) -> Parted {
+fn calls(text: &str, tools: &[Json]) -> Parted {
     calls::within(text, SECTION, CALL, |name, body| {
         calls::call(name, calls::typed(tools, name, calls::elements(body, ARGUMENT)))
     })
@@ -49,9 +47,9 @@ mod tests {
 
     #[test]
     fn several_calls_stand_between_one_pair_of_marks() {
-        let tools = [
+        let tools = [Json::from(
             json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
-        ];
+        )];
         let text = "First.\n<minimax:tool_call>\n<invoke name=\"put\">\n<parameter name=\"text\">1\n\"é\" 日\
                     </parameter>\n<parameter name=\"at\">{\"a\": [1, null]}</parameter>\n</invoke>\n\
                     <invoke name=\"pwd\">\n</invoke>\n</minimax:tool_call>";

@@ -14,13 +14,13 @@ mod qwen35;
 mod said;
 
 use minijinja::Value as Rendered;
-use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::chat::{Chat, ChatTemplate};
-use crate::error::{Error, Result};
-use crate::message::{Message, Refusal, Role, ToolCall};
+use crate::error::{Error, Result, short};
+use crate::message::{Json, Message, Refusal, Role, ToolCall};
 use crate::recent::{Key, Recent};
 use crate::tokenizer::Tokenizer;
 use guard::{Guard, Guarded};
@@ -59,7 +59,7 @@ struct Rules {
     /// Whether its templates write several calls of one message.
     many_calls: bool,
     /// Content and calls of a sampled text, thoughts taken out. The tools tell types of arguments.
-    calls: fn(&str, &[Value]) -> Parted,
+    calls: fn(&str, &[Json]) -> Parted,
     /// A call as the model writes it.
     spell: fn(&ToolCall) -> String,
 }
@@ -71,6 +71,8 @@ type Parted = (String, Vec<ToolCall>);
 #[derive(Debug)]
 pub struct Family {
     rules: &'static Rules,
+    /// Of the template: the family's, and those of whoever opened it.
+    variables: Rendered,
     template: ChatTemplate,
     tokenizer: Tokenizer,
     guard: Guard,
@@ -113,7 +115,23 @@ impl Family {
     /// # Errors
     /// As [`ChatTemplate::open`], [`Tokenizer::open`] and [`Family::new`].
     pub fn open(checkpoint: &Path) -> Result<Self> {
-        Self::new(ChatTemplate::open(checkpoint)?, Tokenizer::open(checkpoint)?)
+        Self::open_with(checkpoint, None)
+    }
+
+    /// The same with further variables for the template: a JSON object, such as `{"enable_thinking": false}`.
+    ///
+    /// # Errors
+    /// As [`Family::open`], and [`Error::Template`] for what is no JSON object.
+    pub fn open_with(checkpoint: &Path, variables: Option<&str>) -> Result<Self> {
+        let (template, tokenizer) = (ChatTemplate::open(checkpoint)?, Tokenizer::open(checkpoint)?);
+        let read = variables.map(|text| {
+            let json: Option<Json> = serde_json::from_str(text).ok();
+            json.filter(|json| json.as_object().is_some()).ok_or_else(|| {
+                let reason = format!("its variables have to be a JSON object, found `{}`", short(text));
+                Error::Template { path: checkpoint.to_owned(), reason }
+            })
+        });
+        Self::with(template, tokenizer, &read.transpose()?.unwrap_or_default())
     }
 
     /// The family of a template and its tokenizer.
@@ -121,6 +139,10 @@ impl Family {
     /// # Errors
     /// [`Error::Template`] if none fits, [`Error::Tokenizer`] if plain text could become a special token.
     pub fn new(template: ChatTemplate, tokenizer: Tokenizer) -> Result<Self> {
+        Self::with(template, tokenizer, &Json::Null)
+    }
+
+    fn with(template: ChatTemplate, tokenizer: Tokenizer, variables: &Json) -> Result<Self> {
         let fits = |rules: &&&Rules| {
             rules.signs.iter().all(|sign| template.mentions(sign))
                 && [rules.signs[0], rules.end].iter().all(|token| tokenizer.id(token).is_some())
@@ -135,8 +157,12 @@ impl Family {
         };
         let stops = rules.stops.iter().filter_map(|stop| tokenizer.id(stop)).collect();
         let guard = Guard::new(&tokenizer)?;
+        let own = rules.variables.iter().map(|(name, value)| ((*name).to_owned(), Rendered::from(*value)));
+        let given = variables.as_object().into_iter().flatten();
+        let given = given.map(|(name, value)| (name.clone(), rendered(value)));
         let mut family = Family {
             rules,
+            variables: own.chain(given).collect::<BTreeMap<_, _>>().into(),
             guard,
             heads: Recent::new(HEAD_IDS_BYTES_MAX),
             stops,
@@ -207,7 +233,7 @@ impl Family {
     }
 
     /// Ids of a whole conversation with the start of an answer.
-    pub(crate) fn root(&self, messages: &[Message], tools: &[Value]) -> Result<Vec<i32>, Refusal> {
+    pub(crate) fn root(&self, messages: &[Message], tools: &[Json]) -> Result<Vec<i32>, Refusal> {
         let guarded = self.guarded(messages, tools, true);
         let text = self.render(&guarded.messages, &guarded.tools, true).map_err(invalid)?;
         self.encode_headed(&text, guarded.mark)
@@ -267,7 +293,7 @@ impl Family {
         let tools = messages.iter().take_while(|message| message.role == Role::Tool);
         let call = |tool: &Message| {
             let id = tool.call_id.clone().unwrap_or_default();
-            ToolCall { id, name: ANSWER.to_owned(), arguments: json!({}) }
+            ToolCall { id, name: ANSWER.to_owned(), arguments: Json::object([]) }
         };
         let most = if self.rules.many_calls { usize::MAX } else { 1 };
         let calls = tools.take(most).map(call).collect();
@@ -286,7 +312,7 @@ impl Family {
 
     /// Messages and tools as the template takes them, with what clients wrote marked.
     /// `begins` tells whether they are the first of their conversation.
-    fn guarded(&self, messages: &[Message], tools: &[Value], begins: bool) -> Guarded {
+    fn guarded(&self, messages: &[Message], tools: &[Json], begins: bool) -> Guarded {
         let Guarded { messages, tools, mark } = self.guard.guard(messages, tools);
         let mut taken: Vec<Message> = Vec::with_capacity(messages.len());
         for (at, mut message) in messages.into_iter().enumerate() {
@@ -315,47 +341,56 @@ impl Family {
         Guarded { messages: taken, tools, mark }
     }
 
-    fn render(&self, messages: &[Message], tools: &[Value], prompt: bool) -> Result<String, String> {
-        let messages = messages.iter().map(|message| ordered(&self.written(message)));
-        let variables = Rendered::from_pairs(self.rules.variables.iter().copied());
+    fn render(&self, messages: &[Message], tools: &[Json], prompt: bool) -> Result<String, String> {
         let chat = Chat {
-            messages: messages.collect(),
-            tools: (!tools.is_empty()).then(|| tools.iter().map(ordered).collect()),
-            variables: Some(&variables),
+            messages: messages.iter().map(|message| self.written(message)).collect(),
+            tools: (!tools.is_empty()).then(|| tools.iter().map(rendered).collect()),
+            variables: Some(&self.variables),
         };
         self.template.render_as("", chat, prompt)
     }
 
     /// A message as the template knows it.
-    fn written(&self, message: &Message) -> Value {
-        let mut written = json!({"role": message.role, "content": message.content});
-        if self.text_arguments && message.content.is_empty() && !message.calls.is_empty() {
-            written["content"] = Value::Null;
-        }
+    fn written(&self, message: &Message) -> Rendered {
+        let is_none = self.text_arguments && message.content.is_empty() && !message.calls.is_empty();
+        let content = (!is_none).then_some(message.content.as_str());
+        let role = match message.role {
+            Role::System => "system",
+            Role::User => "user",
+            Role::Assistant => "assistant",
+            Role::Tool => "tool",
+        };
+        let mut written = vec![("role", Rendered::from(role)), ("content", Rendered::from(content))];
         if let Some(reasoning) = message.reasoning.as_ref().filter(|reasoning| !reasoning.is_empty()) {
-            written["reasoning_content"] = json!(reasoning);
+            written.push(("reasoning_content", Rendered::from(reasoning.as_str())));
         }
         if !message.calls.is_empty() {
             let call = |call: &ToolCall| {
                 let arguments = match &call.arguments {
-                    Value::Object(_) if self.text_arguments => json!(dumped(&call.arguments)),
-                    arguments => arguments.clone(),
+                    Json::Object(_) if self.text_arguments => Rendered::from(dumped(&call.arguments)),
+                    arguments => rendered(arguments),
                 };
-                let function = json!({"name": call.name, "arguments": arguments});
-                json!({"type": "function", "id": call.id, "function": function})
+                let name = Rendered::from(call.name.as_str());
+                let function = Rendered::from_pairs([("name", name), ("arguments", arguments)]);
+                let (kind, id) = (Rendered::from("function"), Rendered::from(call.id.as_str()));
+                Rendered::from_pairs([("type", kind), ("id", id), ("function", function)])
             };
-            written["tool_calls"] = message.calls.iter().map(call).collect();
+            written.push(("tool_calls", message.calls.iter().map(call).collect()));
         }
         if let Some(id) = &message.call_id {
-            written["tool_call_id"] = json!(id);
+            written.push(("tool_call_id", Rendered::from(id.as_str())));
         }
-        written
+        Rendered::from_pairs(written)
     }
 
     /// What a model is told of its tools where the template has no words for them.
-    fn toolbox(&self, tools: &[Value]) -> String {
+    fn toolbox(&self, tools: &[Json]) -> String {
         let tools: Vec<String> = tools.iter().map(|tool| format!("{tool}\n")).collect();
-        let call = ToolCall { id: String::new(), name: "…".to_owned(), arguments: json!({"…": "…"}) };
+        let call = ToolCall {
+            id: String::new(),
+            name: "…".to_owned(),
+            arguments: Json::object([("…", "…".into())]),
+        };
         let call = (self.rules.spell)(&call);
         format!(
             "You may call functions. Their signatures:\n<tools>\n{}</tools>\n\nA call is its name with its arguments:\n{}",
@@ -365,32 +400,27 @@ impl Family {
     }
 }
 
-/// Members of tools and of their schemas in the order in which models have read them; others follow in theirs.
-fn ordered(value: &Value) -> Rendered {
-    const FIRST: [&str; 7] =
-        ["type", "function", "name", "description", "parameters", "properties", "required"];
+/// A value as templates take it, its members in their order.
+fn rendered(value: &Json) -> Rendered {
     match value {
-        Value::Array(elements) => elements.iter().map(ordered).collect(),
-        Value::Object(members) => {
-            let mut members: Vec<_> = members.iter().collect();
-            members
-                .sort_by_key(|(key, _)| FIRST.iter().position(|first| first == key).unwrap_or(FIRST.len()));
-            Rendered::from_pairs(members.into_iter().map(|(key, value)| (key.as_str(), ordered(value))))
+        Json::Array(elements) => elements.iter().map(rendered).collect(),
+        Json::Object(members) => {
+            Rendered::from_pairs(members.iter().map(|(key, value)| (key.as_str(), rendered(value))))
         }
-        Value::Null => Rendered::from(()),
-        Value::Bool(is) => Rendered::from(*is),
-        Value::Number(number) => match (number.as_i64(), number.as_u64()) {
+        Json::Null => Rendered::from(()),
+        Json::Bool(is) => Rendered::from(*is),
+        Json::Number(number) => match (number.as_i64(), number.as_u64()) {
             (Some(number), _) => Rendered::from(number),
             (_, Some(number)) => Rendered::from(number),
             _ => Rendered::from(number.as_f64().unwrap_or(f64::NAN)),
         },
-        Value::String(text) => Rendered::from(text.as_str()),
+        Json::String(text) => Rendered::from(text.as_str()),
     }
 }
 
 /// JSON as Python writes it.
-fn dumped(value: &Value) -> String {
-    crate::chat::dumped(&ordered(value)).unwrap_or_else(|_| value.to_string())
+fn dumped(value: &Json) -> String {
+    crate::chat::dumped(&rendered(value)).unwrap_or_else(|_| value.to_string())
 }
 
 /// A message of a user.

@@ -1,9 +1,7 @@
 //! Qwen3.5 and later: ChatML whose calls are elements with the arguments as text.
 
-use serde_json::Value;
-
 use super::{Parted, Rules, calls, chatml};
-use crate::message::ToolCall;
+use crate::message::{Json, ToolCall};
 
 const CALL: [&str; 3] = ["<function=", ">", "</function>"];
 const ARGUMENT: [&str; 3] = ["<parameter=", ">", "</parameter>"];
@@ -12,7 +10,7 @@ const ARGUMENT: [&str; 3] = ["<parameter=", ">", "</parameter>"];
 pub(super) const RULES: Rules =
     Rules { name: "Qwen3.5", signs: &["<|im_start|>", "<function="], calls, spell, ..chatml::RULES };
 
-fn calls(text: &str, tools: &[Value]) -> Parted {
+fn calls(text: &str, tools: &[Json]) -> Parted {
     calls::within(text, chatml::MARKS, CALL, |name, body| {
         calls::call(name, calls::typed(tools, name, arguments(body)))
     })
@@ -45,9 +43,9 @@ mod tests {
 
     #[test]
     fn arguments_are_text_as_it_stands_in_its_lines() {
-        let tools = [
+        let tools = [Json::from(
             json!({"function": {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}}),
-        ];
+        )];
         let put = "<tool_call>\n<function=put>\n<parameter=text>\n  if \"é\" < 日:\n\n    1\n\n</parameter>\n\
                    <parameter=at>\n{\"a\": [1, null]}\n</parameter>\n</function>\n</tool_call>";
         let text = format!("First.\n\n{put}\n<tool_call><function=pwd></function></tool_call>");

@@ -1,10 +1,8 @@
 //! What a model said, out of its tokens.
 
-use serde_json::Value;
-
 use super::Family;
 use crate::error::Result;
-use crate::message::{Ended, Message, Role};
+use crate::message::{Ended, Json, Message, Role};
 
 pub(super) const THINK: &str = "<think>";
 pub(super) const THOUGHT: &str = "</think>";
@@ -22,7 +20,7 @@ pub(crate) struct Drawn<'a> {
     /// Texts that end the answer before them.
     pub(crate) stop: &'a [String],
     /// Tools that may be called.
-    pub(crate) tools: &'a [Value],
+    pub(crate) tools: &'a [Json],
 }
 
 /// An answer as clients see it.
@@ -80,6 +78,16 @@ impl Family {
         let (think, thought) = (self.tokenizer.id(THINK)?, self.tokenizer.id(THOUGHT));
         let at = given.iter().rposition(|id| *id == think)?;
         (at + 2 >= given.len() && given.last() != thought.as_ref()).then_some(at)
+    }
+
+    /// How many sampled tokens are thoughts, with the marks around them.
+    pub(crate) fn thoughts(&self, given: &[i32], sampled: &[i32]) -> usize {
+        let end = self.tokenizer.id(THOUGHT).and_then(|end| sampled.iter().position(|id| *id == end));
+        match end {
+            Some(end) => end + 1,
+            None if self.is_thinking(given, sampled) => sampled.len() - usize::from(self.is_closed(sampled)),
+            None => 0,
+        }
     }
 
     /// Whether an answer ends within its thoughts.

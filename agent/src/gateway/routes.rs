@@ -9,7 +9,7 @@ use axum::extract::{DefaultBodyLimit, RawPathParams, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 use axum::{Extension, Json, Router};
 use driftless_http::is_ours;
 use driftless_http::listen::admit;
@@ -67,8 +67,11 @@ pub(super) fn router(options: GatewayOptions, converse: Arc<dyn Converse>) -> Ro
         .route("/v1/messages/count_tokens", post(count))
         .route("/v1/models", get(models))
         .route_layer(middleware::from_fn_with_state(shared.clone(), enter));
+    let closing = Router::new()
+        .route("/", delete(close))
+        .route_layer(middleware::from_fn_with_state(shared.clone(), enter));
     Router::new()
-        .nest("/s/{session}", api.clone())
+        .nest("/s/{session}", api.clone().merge(closing))
         .merge(api)
         .route("/", get(async || "driftless gateway\n"))
         .route("/health", get(async || "ok\n"))
@@ -197,6 +200,18 @@ async fn count(
     match counted.await {
         Ok(tokens) => Json(json!({ "input_tokens": tokens })).into_response(),
         Err(refusal) => told(Protocol::Messages.refused(&refusal)),
+    }
+}
+
+/// Ends a session.
+async fn close(
+    State(shared): State<Arc<Shared>>,
+    Extension(entered): Extension<Entered>,
+    headers: HeaderMap,
+) -> Response {
+    match shared.converse.close(&entered.session, key(&headers)).await {
+        Ok(()) => Json(json!({"session": entered.session, "closed": true})).into_response(),
+        Err(refusal) => told(Protocol::Chat.refused(&refusal)),
     }
 }
 

@@ -71,6 +71,9 @@ pub struct Turn {
     pub engine: String,
     /// Generations that were drawn for it.
     pub draws: u64,
+    /// Sampled tokens that are thoughts. Older journals do not count them.
+    #[serde(default)]
+    pub thoughts: u64,
     /// Ids of what stands before the answer, since `parent`.
     #[serde(skip)]
     pub given: Vec<i32>,
@@ -363,7 +366,7 @@ impl Tree {
             .map_err(|error| Refusal::Broken(error.to_string()))?;
         let Ask { messages, tools, max_tokens, stop, branch, is_auxiliary } = ask;
         let Generation { output_ids: sampled, log_probs, spans, engine, .. } = made;
-        let answer = message;
+        let (answer, thoughts) = (message, family.thoughts(&given, &sampled) as u64);
         Ok(Turn {
             parent,
             tools,
@@ -377,6 +380,7 @@ impl Tree {
             spans,
             engine,
             draws,
+            thoughts,
             given,
             sampled,
             log_probs,
@@ -436,6 +440,7 @@ impl Tree {
             prompt_tokens: node.path - completion_tokens,
             cached_tokens: node.turn.parent.map_or(0, |parent| self.node(parent).path),
             completion_tokens,
+            reasoning_tokens: node.turn.thoughts,
         }
     }
 }

@@ -31,19 +31,31 @@ pub struct Sample {
 
 impl Tree {
     /// A sample for each leaf, in the order in which they were committed; the earliest has the tokens that it shares
-    /// with others. Auxiliary turns, and those behind them, are left out unless `auxiliary`. Samples of more than
-    /// `most` tokens end with an earlier turn.
+    /// with others. Auxiliary turns are left out unless `auxiliary`, or the conversation goes on behind them, or the session
+    /// has no others. Samples of more than `most` tokens end with an earlier turn.
     #[must_use]
     pub fn samples(&self, auxiliary: bool, most: usize) -> Vec<Sample> {
+        let asked = self.asked();
+        let auxiliary = auxiliary || !asked.contains(&true);
         let mut kept: Vec<bool> = Vec::with_capacity(self.nodes.len());
-        for node in &self.nodes {
+        for (node, asked) in self.nodes.iter().zip(asked) {
             let parent = node.turn.parent.is_none_or(|parent| kept[parent as usize]);
-            kept.push(parent && (auxiliary || !node.turn.is_auxiliary) && node.path as usize <= most);
+            kept.push(parent && (auxiliary || asked) && node.path as usize <= most);
         }
         let is_leaf = |node: &Node| !node.children.iter().any(|child| kept[*child as usize]);
         let mut owned = vec![false; self.nodes.len()];
         let leaves = self.nodes.iter().enumerate().filter(|(at, node)| kept[*at] && is_leaf(node));
         leaves.map(|(at, _)| self.sample(at as u32, &mut owned)).collect()
+    }
+
+    /// Of each turn, whether it is none of a client's housekeeping. Nobody goes on behind that.
+    fn asked(&self) -> Vec<bool> {
+        let mut asked: Vec<bool> = self.nodes.iter().map(|node| !node.turn.is_auxiliary).collect();
+        for at in (0..self.nodes.len()).rev() {
+            let below = &self.nodes[at].children;
+            asked[at] = asked[at] || below.iter().any(|child| asked[*child as usize]);
+        }
+        asked
     }
 
     fn sample(&self, leaf: u32, owned: &mut [bool]) -> Sample {

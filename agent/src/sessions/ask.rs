@@ -72,6 +72,7 @@ impl<D: Draw> Inner<D> {
     /// Answers, whether or not somebody still waits for it.
     pub(super) async fn ask(self: Arc<Self>, name: String, mut ask: Ask) -> Result<Answer, Refusal> {
         let session = self.enter(&name).await?;
+        self.look_aside();
         let Ok(_place) = session.asks.clone().try_acquire_owned() else {
             let most = self.settings.asks;
             return Err(Refusal::Busy(format!("session `{name}` has {most} requests already")));

@@ -3,16 +3,17 @@
 mod ask;
 mod draw;
 mod record;
+mod rest;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use driftless_bridge::SamplingParams;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
 use crate::error::Result;
 use crate::family::Family;
@@ -22,9 +23,10 @@ use crate::session::{Bounds, Sample, Seen, Thoughts, Tree};
 use ask::Drawing;
 pub use draw::Draw;
 use record::{Record, Step};
+pub use rest::Clock;
 
 /// How sessions are kept.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Settings {
     /// Name of the model, as clients see it.
     pub model: String,
@@ -41,14 +43,21 @@ pub struct Settings {
     pub asks: usize,
     /// How long an ask may wait for an equal one, and how long its draws may take.
     pub deadline: Duration,
-    /// A session that nobody asks for as long takes no further asks.
+    /// A session that nobody asks for as long takes no further asks. One of a journal leaves memory.
     pub idle: Duration,
+    /// A journal that is opened loses such sessions once nobody has asked for them for as long.
+    pub kept: Duration,
+    /// Whether a journal is opened for what its sessions have: all that are in it are open, and none is lost.
+    pub all: bool,
+    /// Tells when sessions are asked for.
+    pub clock: Clock,
     /// Opens sessions of any name that a client asks, if there is one.
     pub visitors: Option<Opening>,
 }
 
 impl Default for Settings {
-    /// A context of 32,768 tokens, 65,536 sessions, 64 asks of each, an hour for an ask and a day between two.
+    /// A context of 32,768 tokens, 65,536 sessions, 64 asks of each, an hour for an ask, a day between two, and a week in a
+    /// journal.
     fn default() -> Self {
         Settings {
             model: "driftless".to_owned(),
@@ -59,6 +68,9 @@ impl Default for Settings {
             asks: 64,
             deadline: Duration::from_secs(3_600),
             idle: Duration::from_secs(86_400),
+            kept: Duration::from_secs(7 * 86_400),
+            all: false,
+            clock: Clock::default(),
             visitors: None,
         }
     }
@@ -93,6 +105,8 @@ struct Inner<D> {
 struct Book {
     open: HashMap<String, Arc<Session>>,
     closed: Closed,
+    /// Open sessions of a journal, by a time before which nobody can have asked for them last.
+    rests: BTreeSet<(u64, String)>,
 }
 
 /// Names of sessions that were closed, the latest last.
@@ -118,7 +132,8 @@ struct Session {
     opening: Opening,
     tree: Arc<tokio::sync::Mutex<Tree>>,
     asks: Arc<Semaphore>,
-    asked: Mutex<Instant>,
+    /// Seconds since 1970 of the last ask.
+    asked: AtomicU64,
     drawing: Mutex<Vec<Drawing>>,
 }
 
@@ -194,52 +209,70 @@ impl<D: Draw> Sessions<D> {
     }
 }
 
+/// A session of a journal.
+struct Read {
+    opening: Opening,
+    tree: Tree,
+    /// When it was asked for last.
+    asked: u64,
+    is_rested: bool,
+}
+
 /// The sessions of a journal, and whether each of its records is still of use.
 fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<(Book, Vec<bool>), String> {
-    let mut book = Book::default();
-    let mut trees: HashMap<String, (Opening, Tree)> = HashMap::new();
+    let (now, mut book) = (settings.clock.now(), Book::default());
+    let mut read: HashMap<String, Read> = HashMap::new();
     let mut names = Vec::with_capacity(records.len());
     for bytes in records {
-        let Record { session, step, .. } = Record::from_bytes(bytes)?;
+        let Record { session, step, at, .. } = Record::from_bytes(bytes)?;
+        // Older journals do not say when.
+        let asked = at.unwrap_or(now);
         names.push((session.clone(), step == Step::Closed));
+        let absent = || format!("a step of `{session}`, which is not open");
         match step {
             Step::Opened { key, sampling } => {
                 let opening = Opening { key, sampling: sampling.into() };
-                trees.insert(session, (opening, Tree::new(settings.bounds, settings.thoughts)));
+                let tree = Tree::new(settings.bounds, settings.thoughts);
+                read.insert(session, Read { opening, tree, asked, is_rested: false });
             }
             Step::Turned(turn) => {
-                let (_, tree) = trees
-                    .get_mut(&session)
-                    .ok_or_else(|| format!("a turn of `{session}`, which is not open"))?;
-                tree.commit(*turn).map_err(|reason| format!("session `{session}`: {reason}"))?;
+                let found = read.get_mut(&session).ok_or_else(absent)?;
+                found.tree.commit(*turn).map_err(|reason| format!("session `{session}`: {reason}"))?;
+                found.asked = asked;
             }
+            Step::Rested => read.get_mut(&session).ok_or_else(absent)?.is_rested = true,
             Step::Closed => {
-                trees.remove(&session);
+                read.remove(&session);
                 book.closed.insert(&session, settings.sessions);
             }
         }
     }
+    let age = |read: &Read| now.saturating_sub(read.asked);
+    let is_rested = |read: &Read| !settings.all && (read.is_rested || age(read) > settings.idle.as_secs());
+    read.retain(|_, read| !is_rested(read) || age(read) <= settings.kept.as_secs());
     // The end of a session is of use while its name is not given again.
     let is_kept = |(name, is_end): &(String, bool)| match is_end {
         true => book.closed.names.contains(name),
-        false => trees.contains_key(name),
+        false => read.contains_key(name),
     };
     let kept = names.iter().map(is_kept).collect();
-    let open = trees.into_iter();
-    book.open = open.map(|(name, (opening, tree))| (name, Session::of(opening, tree, settings))).collect();
+    for (name, read) in read {
+        if is_rested(&read) {
+            book.closed.insert(&name, settings.sessions);
+            continue;
+        }
+        book.rests.insert((read.asked, name.clone()));
+        book.open.insert(name, Session::of(read.opening, read.tree, read.asked, settings));
+    }
     Ok((book, kept))
 }
 
 impl Session {
-    fn of(opening: Opening, tree: Tree, settings: &Settings) -> Arc<Self> {
+    fn of(opening: Opening, tree: Tree, asked: u64, settings: &Settings) -> Arc<Self> {
         let asks = Arc::new(Semaphore::new(settings.asks));
         let tree = Arc::new(tokio::sync::Mutex::new(tree));
-        let (asked, drawing) = (Mutex::new(Instant::now()), Mutex::default());
+        let (asked, drawing) = (AtomicU64::new(asked), Mutex::default());
         Arc::new(Session { opening, tree, asks, asked, drawing })
-    }
-
-    fn last(&self) -> MutexGuard<'_, Instant> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -265,15 +298,11 @@ impl<D: Draw> Inner<D> {
             (Err(Refusal::Unknown(_)), Some(opening)) => self.open(session, opening.clone()).await?,
             (found, _) => found?,
         };
-        let now = Instant::now();
-        let mut last = found.last();
-        if now.duration_since(*last) > self.settings.idle {
-            let idle = self.settings.idle.as_secs();
-            return Err(Refusal::Over(format!("session `{session}` had no request for {idle} s")));
+        let idle = self.settings.idle.as_secs();
+        match found.is_in_time(self.settings.clock.now(), idle) {
+            true => Ok(found),
+            false => Err(Refusal::Over(format!("session `{session}` had no request for {idle} s"))),
         }
-        *last = now;
-        drop(last);
-        Ok(found)
     }
 
     async fn open(&self, session: &str, opening: Opening) -> Result<Arc<Session>, Refusal> {
@@ -287,16 +316,17 @@ impl<D: Draw> Inner<D> {
             Err(Refusal::Unknown(_)) => {}
             found => return found.and_then(same),
         }
-        if self.book().open.len() >= self.settings.sessions {
-            let most = self.settings.sessions;
+        let most = self.settings.sessions;
+        if self.book().open.len() >= most {
+            self.look().await;
+        }
+        if self.book().open.len() >= most {
             return Err(Refusal::Busy(format!("{most} sessions are open, and no more are kept")));
         }
         let step = Step::Opened { key: opening.key.clone(), sampling: (&opening.sampling).into() };
-        let new = Session::of(
-            opening.clone(),
-            Tree::new(self.settings.bounds, self.settings.thoughts),
-            &self.settings,
-        );
+        let tree = Tree::new(self.settings.bounds, self.settings.thoughts);
+        let now = self.settings.clock.now();
+        let new = Session::of(opening.clone(), tree, now, &self.settings);
         // Whoever is first in the book writes it; asks of it wait for that.
         let written = new.tree.clone().lock_owned().await;
         let found = self.book().open.entry(session.to_owned()).or_insert_with(|| new.clone()).clone();
@@ -307,6 +337,10 @@ impl<D: Draw> Inner<D> {
             self.book().open.remove(session);
             return Err(refusal);
         }
+        // Without a journal whoever opened it closes it.
+        if self.journal.is_some() {
+            self.book().rests.insert((now, session.to_owned()));
+        }
         drop(written);
         Ok(found)
     }
@@ -314,7 +348,8 @@ impl<D: Draw> Inner<D> {
     async fn write(&self, session: &str, step: Step) -> Result<(), Refusal> {
         let Some(journal) = &self.journal else { return Ok(()) };
         let broken = |error: &dyn std::error::Error| Refusal::Broken(format!("session `{session}`: {error}"));
-        let bytes = Record::new(session, step).into_bytes().map_err(|error| broken(&error))?;
+        let at = self.settings.clock.now();
+        let bytes = Record::new(session, step, at).into_bytes().map_err(|error| broken(&error))?;
         journal.append(bytes).await.map_err(|error| broken(&error))
     }
 }
@@ -335,6 +370,10 @@ impl<D: Draw> Converse for Sessions<D> {
             Seen::Answered(at) => tree.answer(at).prompt_tokens,
             Seen::New(plan) => plan.cached + plan.given.len() as u64,
         })
+    }
+
+    async fn close(&self, session: &str, _key: Option<&str>) -> Result<(), Refusal> {
+        Sessions::close(self, session).await
     }
 
     fn opens(&self, session: &str, key: Option<&str>) -> bool {

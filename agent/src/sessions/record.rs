@@ -13,6 +13,8 @@ pub(super) enum Step {
     Opened { key: Option<String>, sampling: Sampling },
     /// The model answered.
     Turned(Box<Turn>),
+    /// Nobody asked for it, and it left memory.
+    Rested,
     /// It was closed.
     Closed,
 }
@@ -21,6 +23,9 @@ pub(super) enum Step {
 pub(super) struct Record {
     pub(super) session: String,
     pub(super) step: Step,
+    /// Seconds since 1970. Older journals do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) at: Option<u64>,
     /// Tokens that were given, behind the JSON.
     given: usize,
     /// Tokens that were sampled, behind these, and then their log-probabilities.
@@ -41,8 +46,8 @@ pub(super) struct Sampling {
 }
 
 impl Record {
-    pub(super) fn new(session: &str, step: Step) -> Self {
-        Record { session: session.to_owned(), step, given: 0, sampled: 0 }
+    pub(super) fn new(session: &str, step: Step, at: u64) -> Self {
+        Record { session: session.to_owned(), step, at: Some(at), given: 0, sampled: 0 }
     }
 
     /// Its JSON's length, its JSON, and the tokens of a turn.
@@ -122,5 +127,20 @@ impl From<Sampling> for SamplingParams {
             ignore_eos,
             sampling_seed,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_before_there_were_times_are_read_on() {
+        let older = br#"{"session":"s","step":"closed","given":0,"sampled":0}"#;
+        let bytes = [&(older.len() as u32).to_le_bytes()[..], older].concat();
+        let expected = Record { at: None, ..Record::new("s", Step::Closed, 7) };
+        assert_eq!(Record::from_bytes(&bytes), Ok(expected.clone()));
+        let newer = Record { at: Some(7), ..expected };
+        assert_eq!(Record::from_bytes(&newer.clone().into_bytes().unwrap()), Ok(newer));
     }
 }

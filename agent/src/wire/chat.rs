@@ -3,12 +3,12 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said, stops,
-    text, text_format,
+    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said,
+    signature, stops, text, text_format,
 };
 use super::tools::Toolbox;
 use super::{Call, Event, Form, Frame, arguments_text, finish_reason};
-use crate::message::{Answer, Ask, Message, Refusal, Role, ToolCall, Tools};
+use crate::message::{Answer, Ask, Json, Message, Refusal, Role, ToolCall, Tools};
 
 /// Fields that cannot be had, and why.
 const REFUSED: [(&str, &str); 5] = [
@@ -19,7 +19,7 @@ const REFUSED: [(&str, &str); 5] = [
     ("web_search_options", "the model has no search of its own"),
 ];
 
-pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal> {
+pub(super) fn read(body: &Json, known: Option<Toolbox>) -> Result<Call, Refusal> {
     none_of(body, &REFUSED)?;
     if let Some(n) = given(body, "n").filter(|n| n.as_u64() != Some(1)) {
         return Err(invalid("n", format!("a session goes on with one answer, expected 1, found {n}")));
@@ -47,7 +47,7 @@ pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal
     Ok(Call { ask, form: Form { stream, include_usage, ..Form::default() } })
 }
 
-fn one(message: &Value, at: &str) -> Result<Message, Refusal> {
+fn one(message: &Json, at: &str) -> Result<Message, Refusal> {
     let role = match needed(message, "role", at)? {
         "system" | "developer" => Role::System,
         "user" => Role::User,
@@ -80,13 +80,14 @@ fn one(message: &Value, at: &str) -> Result<Message, Refusal> {
     Ok(read)
 }
 
-/// Those that are functions.
-fn tools(body: &Value) -> Result<Vec<Value>, Refusal> {
+/// Those that are functions, their members in the client's order.
+fn tools(body: &Json) -> Result<Vec<Json>, Refusal> {
     let mut tools = Vec::new();
     for (index, tool) in list(body, "tools", "")?.iter().enumerate() {
         if tool["type"] == "function" {
             let name = needed(&tool["function"], "name", &format!("tools[{index}].function"))?;
-            tools.push(function(name, &tool["function"], "parameters"));
+            let signature = signature(name, &tool["function"], "parameters");
+            tools.push(function(signature.ordered_as(&tool["function"])).ordered_as(tool));
         }
     }
     Ok(tools)
@@ -98,6 +99,7 @@ fn usage(answer: &Answer) -> Value {
         "completion_tokens": answer.completion_tokens,
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
     })
 }
 

@@ -3,12 +3,12 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said, stops,
-    text,
+    arguments, bound, content, flag, function, given, invalid, list, may_call, needed, none_of, said,
+    signature, stops, text,
 };
 use super::tools::Toolbox;
 use super::{Call, Event, Form, Frame};
-use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, ToolCall, Tools};
+use crate::message::{Answer, Ask, Ended, Json, Message, Refusal, Role, ToolCall, Tools};
 
 /// Fields that cannot be had, and why.
 const REFUSED: [(&str, &str); 2] = [
@@ -20,7 +20,7 @@ const UNPARSED: &str = "unparsed_arguments";
 /// What stands for the signature of thinking: it is checked nowhere.
 const SIGNATURE: &str = "unsigned";
 
-pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal> {
+pub(super) fn read(body: &Json, known: Option<Toolbox>) -> Result<Call, Refusal> {
     none_of(body, &REFUSED)?;
     let mut messages = Vec::new();
     if given(body, "system").is_some() {
@@ -62,8 +62,8 @@ pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal
 }
 
 /// The blocks of a message, and where each is; `None` for a message that is a string.
-fn blocks<'a>(message: &'a Value, at: &str) -> Result<Option<Vec<(&'a Value, String)>>, Refusal> {
-    if message["content"].is_string() {
+fn blocks<'a>(message: &'a Json, at: &str) -> Result<Option<Vec<(&'a Json, String)>>, Refusal> {
+    if message["content"].as_str().is_some() {
         return Ok(None);
     }
     let blocks = list(message, "content", at)?.iter().enumerate();
@@ -71,7 +71,7 @@ fn blocks<'a>(message: &'a Value, at: &str) -> Result<Option<Vec<(&'a Value, Str
 }
 
 /// A user's message: what tools returned, each a message of its own, and text.
-fn user(message: &Value, at: &str, messages: &mut Vec<Message>) -> Result<(), Refusal> {
+fn user(message: &Json, at: &str, messages: &mut Vec<Message>) -> Result<(), Refusal> {
     let Some(blocks) = blocks(message, at)? else {
         messages.push(said(Role::User, message["content"].as_str().unwrap_or_default().to_owned()));
         return Ok(());
@@ -101,16 +101,16 @@ fn user(message: &Value, at: &str, messages: &mut Vec<Message>) -> Result<(), Re
     Ok(())
 }
 
-fn result(block: &Value, at: &str) -> Result<Message, Refusal> {
+fn result(block: &Json, at: &str) -> Result<Message, Refusal> {
     let mut text = content(block.get("content"), &["text"], &format!("{at}.content"))?;
-    if block["is_error"] == true {
+    if block["is_error"].as_bool() == Some(true) {
         text.insert_str(0, "Error: ");
     }
     let call_id = Some(needed(block, "tool_use_id", at)?.to_owned());
     Ok(Message { call_id, ..said(Role::Tool, text) })
 }
 
-fn assistant(message: &Value, at: &str) -> Result<Message, Refusal> {
+fn assistant(message: &Json, at: &str) -> Result<Message, Refusal> {
     let mut read = said(Role::Assistant, String::new());
     let Some(blocks) = blocks(message, at)? else {
         read.content = message["content"].as_str().unwrap_or_default().to_owned();
@@ -127,8 +127,8 @@ fn assistant(message: &Value, at: &str) -> Result<Message, Refusal> {
                 let id = text(block, "id", &at)?.unwrap_or_default().to_owned();
                 let name = needed(block, "name", &at)?.to_owned();
                 let mut arguments = arguments(block.get("input"), &format!("{at}.input"))?;
-                if let Some(text) = arguments.get(UNPARSED).filter(|text| text.is_string()) {
-                    arguments = text.clone();
+                if let Some(text) = arguments.get(UNPARSED).filter(|text| text.as_str().is_some()).cloned() {
+                    arguments = text;
                 }
                 read.calls.push(ToolCall { id, name, arguments });
             }
@@ -141,13 +141,13 @@ fn assistant(message: &Value, at: &str) -> Result<Message, Refusal> {
 }
 
 /// Those that clients carry out: they come with a schema.
-fn tools(body: &Value) -> Result<Vec<Value>, Refusal> {
+fn tools(body: &Json) -> Result<Vec<Json>, Refusal> {
     let mut tools = Vec::new();
     for (index, tool) in list(body, "tools", "")?.iter().enumerate() {
         let is_custom = tool["type"].as_str().is_none_or(|kind| kind == "custom");
         if is_custom {
             let name = needed(tool, "name", &format!("tools[{index}]"))?;
-            tools.push(function(name, tool, "input_schema"));
+            tools.push(function(signature(name, tool, "input_schema")));
         }
     }
     Ok(tools)
@@ -177,10 +177,10 @@ fn usage(answer: &Answer) -> Value {
 }
 
 /// A call's input, which is an object in any case.
-fn input(call: &ToolCall) -> Value {
+fn input(call: &ToolCall) -> Json {
     match &call.arguments {
-        object @ Value::Object(_) => object.clone(),
-        other => json!({UNPARSED: other}),
+        object @ Json::Object(_) => object.clone(),
+        other => Json::object([(UNPARSED, other.clone())]),
     }
 }
 
@@ -220,8 +220,10 @@ pub(super) fn events(form: &Form, answer: &Answer, frame: &Frame) -> Vec<Event> 
     }
     begun["usage"]["output_tokens"] = json!(0);
     let mut events = vec![Event::named("message_start", &json!({"type": "message_start", "message": begun}))];
+    let mut calls = answer.message.calls.iter();
     for (index, block) in content_of(&answer.message).into_iter().enumerate() {
-        events.extend(block_events(index, &block));
+        let call = if block["type"] == "tool_use" { calls.next() } else { None };
+        events.extend(block_events(index, &block, call));
     }
     let delta =
         json!({"stop_reason": stop_reason(answer.ended), "stop_sequence": stop_sequence(form, answer)});
@@ -232,7 +234,7 @@ pub(super) fn events(form: &Form, answer: &Answer, frame: &Frame) -> Vec<Event> 
 }
 
 /// A block begins empty, and comes in one piece.
-fn block_events(index: usize, block: &Value) -> Vec<Event> {
+fn block_events(index: usize, block: &Value, call: Option<&ToolCall>) -> Vec<Event> {
     let (mut empty, mut deltas) = (block.clone(), Vec::new());
     match block["type"].as_str() {
         Some("thinking") => {
@@ -243,7 +245,8 @@ fn block_events(index: usize, block: &Value) -> Vec<Event> {
         }
         Some("tool_use") => {
             empty["input"] = json!({});
-            deltas.push(json!({"type": "input_json_delta", "partial_json": block["input"].to_string()}));
+            let input = call.map(|call| input(call).to_string());
+            deltas.push(json!({"type": "input_json_delta", "partial_json": input}));
         }
         _ => {
             empty["text"] = json!("");

@@ -11,12 +11,23 @@ mod tools;
 
 use serde_json::{Value, json};
 
-use crate::message::{Answer, Ask, Ended, Refusal, Role};
+use crate::message::{Answer, Ask, Ended, Json, Refusal, Role};
 pub use tools::ToolCache;
 use tools::{Namespaces, Split};
 
 /// Letters of a system message that say what it is about.
 const HEAD: usize = 1500;
+/// Bytes that a probe for a single token has at most. Claude Code's is a word.
+const PROBE_BYTES: usize = 64;
+/// Words of which a sentence that asks for the title of a conversation has one of each.
+const TITLE: [&[&str]; 3] = [
+    &["title"],
+    &["conversation", "session", "thread", "chat"],
+    &[
+        "write", "generate", "create", "output", "give", "make", "suggest", "extract", "provide", "propose",
+        "return",
+    ],
+];
 
 /// The protocols.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -230,20 +241,26 @@ fn branch(hints: &Hints) -> Option<String> {
     Some(format!("{agent}/{}", metadata["window_number"].as_u64()?))
 }
 
-/// Whether a request looks like a client's own: it has no tools and no history, and probes for a single token, or its
-/// system message asks for the title of a conversation.
+/// Whether a request looks like a client's own: it has no tools and no history, and is a short probe for a single token, or
+/// a sentence of its system message asks for the title of a conversation. A session has the last word:
+/// [`crate::session::Tree::samples`].
 fn is_auxiliary(ask: &Ask) -> bool {
     let has_history = ask.messages.iter().any(|message| matches!(message.role, Role::Assistant | Role::Tool));
     if has_history || !ask.tools.is_empty() {
         return false;
     }
-    let names_title = |text: &str| {
-        let head: String = text.chars().take(HEAD).collect::<String>().to_lowercase();
-        let about = ["conversation", "session", "thread", "chat"];
-        head.contains("title") && about.iter().any(|word| head.contains(word))
-    };
+    let bytes: usize = ask.messages.iter().map(|message| message.content.len()).sum();
     let mut system = ask.messages.iter().filter(|message| message.role == Role::System);
-    ask.max_tokens == Some(1) || system.any(|message| names_title(&message.content))
+    (ask.max_tokens == Some(1) && bytes <= PROBE_BYTES) || system.any(|message| asks_title(&message.content))
+}
+
+/// Whether a sentence at the beginning of a text asks for the title of a conversation.
+fn asks_title(text: &str) -> bool {
+    let head: String = text.chars().take(HEAD).flat_map(char::to_lowercase).collect();
+    head.split(['.', '!', '?', '\n']).any(|sentence| {
+        let words: Vec<&str> = sentence.split(|letter: char| !letter.is_alphanumeric()).collect();
+        TITLE.iter().all(|any| words.iter().any(|word| any.contains(word)))
+    })
 }
 
 /// OpenAI's word for how an answer to Chat Completions ended.
@@ -256,9 +273,9 @@ fn finish_reason(ended: Ended) -> &'static str {
 }
 
 /// A call's arguments as OpenAI has them: in a string.
-fn arguments_text(arguments: &Value) -> String {
+fn arguments_text(arguments: &Json) -> String {
     match arguments {
-        Value::String(text) => text.clone(),
+        Json::String(text) => text.clone(),
         other => other.to_string(),
     }
 }

@@ -1,8 +1,8 @@
 //! What the protocols read in the same way.
 
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
-use crate::message::{Message, Refusal, Role};
+use crate::message::{Json, Message, Refusal, Role};
 
 /// Refuses a field.
 pub(super) fn invalid(field: impl std::fmt::Display, why: impl std::fmt::Display) -> Refusal {
@@ -15,35 +15,35 @@ pub(super) fn said(role: Role, content: String) -> Message {
 }
 
 /// A field that is there and not `null`.
-pub(super) fn given<'a>(object: &'a Value, field: &str) -> Option<&'a Value> {
+pub(super) fn given<'a>(object: &'a Json, field: &str) -> Option<&'a Json> {
     object.get(field).filter(|value| !value.is_null())
 }
 
 /// A field's text, if it is given.
-pub(super) fn text<'a>(object: &'a Value, field: &str, at: &str) -> Result<Option<&'a str>, Refusal> {
+pub(super) fn text<'a>(object: &'a Json, field: &str, at: &str) -> Result<Option<&'a str>, Refusal> {
     let Some(value) = given(object, field) else { return Ok(None) };
     value.as_str().map(Some).ok_or_else(|| invalid(join(at, field), "expected a string"))
 }
 
 /// A field's text that has to be there.
-pub(super) fn needed<'a>(object: &'a Value, field: &str, at: &str) -> Result<&'a str, Refusal> {
+pub(super) fn needed<'a>(object: &'a Json, field: &str, at: &str) -> Result<&'a str, Refusal> {
     text(object, field, at)?.ok_or_else(|| invalid(join(at, field), "expected a string, found none"))
 }
 
 /// A field's list; empty if it is not given.
-pub(super) fn list<'a>(object: &'a Value, field: &str, at: &str) -> Result<&'a [Value], Refusal> {
+pub(super) fn list<'a>(object: &'a Json, field: &str, at: &str) -> Result<&'a [Json], Refusal> {
     let Some(value) = given(object, field) else { return Ok(&[]) };
-    value.as_array().map(Vec::as_slice).ok_or_else(|| invalid(join(at, field), "expected a list"))
+    value.as_array().ok_or_else(|| invalid(join(at, field), "expected a list"))
 }
 
 /// A field's switch; off if it is not given.
-pub(super) fn flag(object: &Value, field: &str) -> Result<bool, Refusal> {
+pub(super) fn flag(object: &Json, field: &str) -> Result<bool, Refusal> {
     let Some(value) = given(object, field) else { return Ok(false) };
     value.as_bool().ok_or_else(|| invalid(field, "expected true or false"))
 }
 
 /// The first of these bounds on new tokens that is given.
-pub(super) fn bound(object: &Value, fields: &[&str]) -> Result<Option<u32>, Refusal> {
+pub(super) fn bound(object: &Json, fields: &[&str]) -> Result<Option<u32>, Refusal> {
     let first = fields.iter().find_map(|field| Some((field, given(object, field)?)));
     let Some((field, value)) = first else { return Ok(None) };
     let tokens = value.as_u64().filter(|tokens| *tokens > 0);
@@ -52,7 +52,7 @@ pub(super) fn bound(object: &Value, fields: &[&str]) -> Result<Option<u32>, Refu
 }
 
 /// Refuses those of these fields that are given.
-pub(super) fn none_of(object: &Value, fields: &[(&str, &str)]) -> Result<(), Refusal> {
+pub(super) fn none_of(object: &Json, fields: &[(&str, &str)]) -> Result<(), Refusal> {
     match fields.iter().find(|(field, _)| given(object, field).is_some_and(is_set)) {
         None => Ok(()),
         Some((field, why)) => Err(invalid(field, why)),
@@ -60,12 +60,12 @@ pub(super) fn none_of(object: &Value, fields: &[(&str, &str)]) -> Result<(), Ref
 }
 
 /// Whether a field asks for anything.
-fn is_set(value: &Value) -> bool {
-    !matches!(value, Value::Bool(false)) && value.as_array().is_none_or(|list| !list.is_empty())
+fn is_set(value: &Json) -> bool {
+    !matches!(value, Json::Bool(false)) && value.as_array().is_none_or(|list| !list.is_empty())
 }
 
 /// Refuses formats other than text.
-pub(super) fn text_format(format: Option<&Value>, field: &str) -> Result<(), Refusal> {
+pub(super) fn text_format(format: Option<&Json>, field: &str) -> Result<(), Refusal> {
     match format.and_then(|format| format["type"].as_str()) {
         None | Some("text") => Ok(()),
         Some(other) => Err(invalid(field, format!("`{other}` cannot be had; `text` can"))),
@@ -73,22 +73,22 @@ pub(super) fn text_format(format: Option<&Value>, field: &str) -> Result<(), Ref
 }
 
 /// Texts that end an answer: one, or a list of them.
-pub(super) fn stops(object: &Value, field: &str) -> Result<Vec<String>, Refusal> {
+pub(super) fn stops(object: &Json, field: &str) -> Result<Vec<String>, Refusal> {
     let values = match given(object, field) {
         None => return Ok(Vec::new()),
-        Some(Value::Array(list)) => list.as_slice(),
+        Some(Json::Array(list)) => list.as_slice(),
         Some(one) => std::slice::from_ref(one),
     };
-    let one = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    let one = |value: &Json| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     values.iter().map(|value| one(value).ok_or_else(|| invalid(field, "expected texts"))).collect()
 }
 
 /// Text that is a string, or a list of parts of these types. Parts are joined by line breaks.
-pub(super) fn content(value: Option<&Value>, types: &[&str], at: &str) -> Result<String, Refusal> {
+pub(super) fn content(value: Option<&Json>, types: &[&str], at: &str) -> Result<String, Refusal> {
     let parts = match value {
-        None | Some(Value::Null) => return Ok(String::new()),
-        Some(Value::String(text)) => return Ok(text.clone()),
-        Some(Value::Array(parts)) => parts,
+        None | Some(Json::Null) => return Ok(String::new()),
+        Some(Json::String(text)) => return Ok(text.clone()),
+        Some(Json::Array(parts)) => parts,
         Some(_) => return Err(invalid(at, "expected a string, or a list of parts")),
     };
     let mut texts = Vec::with_capacity(parts.len());
@@ -104,32 +104,38 @@ pub(super) fn content(value: Option<&Value>, types: &[&str], at: &str) -> Result
 }
 
 /// A call's arguments, which OpenAI has in a string: what the model wrote, where that is no object.
-pub(super) fn arguments(value: Option<&Value>, at: &str) -> Result<Value, Refusal> {
+pub(super) fn arguments(value: Option<&Json>, at: &str) -> Result<Json, Refusal> {
     match value {
-        None | Some(Value::Null) => Ok(Value::Object(Map::new())),
-        Some(object @ Value::Object(_)) => Ok(object.clone()),
-        Some(Value::String(text)) if text.trim().is_empty() => Ok(Value::Object(Map::new())),
-        Some(Value::String(text)) => {
-            let object = serde_json::from_str(text).ok().filter(Value::is_object);
-            Ok(object.unwrap_or_else(|| Value::String(text.clone())))
+        None | Some(Json::Null) => Ok(Json::object([])),
+        Some(object @ Json::Object(_)) => Ok(object.clone()),
+        Some(Json::String(text)) if text.trim().is_empty() => Ok(Json::object([])),
+        Some(Json::String(text)) => {
+            let object = serde_json::from_str(text).ok().filter(|json: &Json| json.as_object().is_some());
+            Ok(object.unwrap_or_else(|| Json::String(text.clone())))
         }
         Some(_) => Err(invalid(at, "expected a string of JSON")),
     }
 }
 
-/// A function that may be called, as `Ask` has it.
-pub(super) fn function(name: &str, tool: &Value, schema: &str) -> Value {
+/// A function that may be called, by itself: its name, its description and the schema of its arguments.
+pub(super) fn signature(name: &str, tool: &Json, schema: &str) -> Json {
     let parameters = given(tool, schema).cloned();
-    let parameters = parameters.unwrap_or_else(|| json!({"type": "object", "properties": {}}));
-    let mut function = json!({"name": name, "parameters": parameters});
-    if let Some(description) = given(tool, "description") {
-        function["description"] = description.clone();
+    let parameters = parameters.unwrap_or_else(|| json!({"type": "object", "properties": {}}).into());
+    match given(tool, "description").cloned() {
+        Some(description) => {
+            Json::object([("name", name.into()), ("description", description), ("parameters", parameters)])
+        }
+        None => Json::object([("name", name.into()), ("parameters", parameters)]),
     }
-    json!({"type": "function", "function": function})
+}
+
+/// A tool as `Ask` has it.
+pub(super) fn function(signature: Json) -> Json {
+    Json::object([("type", "function".into()), ("function", signature)])
 }
 
 /// What a client has the model do with its tools: whether it may call them at all.
-pub(super) fn may_call(choice: Option<&Value>) -> Result<bool, Refusal> {
+pub(super) fn may_call(choice: Option<&Json>) -> Result<bool, Refusal> {
     let choice = choice.filter(|choice| !choice.is_null());
     let word = choice.map(|choice| choice.as_str().or_else(|| choice["type"].as_str()).unwrap_or("another"));
     match word {

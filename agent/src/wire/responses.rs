@@ -3,12 +3,12 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    arguments, bound, content, flag, function, invalid, list, may_call, needed, none_of, said, text,
-    text_format,
+    arguments, bound, content, flag, function, invalid, list, may_call, needed, none_of, said, signature,
+    text, text_format,
 };
 use super::tools::{Namespaces, Toolbox};
 use super::{Call, Event, Form, Frame, arguments_text};
-use crate::message::{Answer, Ask, Ended, Message, Refusal, Role, ToolCall};
+use crate::message::{Answer, Ask, Ended, Json, Message, Refusal, Role, ToolCall};
 
 /// Fields that cannot be had, and why.
 const REFUSED: [(&str, &str); 5] = [
@@ -21,7 +21,7 @@ const REFUSED: [(&str, &str); 5] = [
 /// Parts of a message that are text.
 const TEXTS: [&str; 4] = ["input_text", "output_text", "text", "refusal"];
 
-pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal> {
+pub(super) fn read(body: &Json, known: Option<Toolbox>) -> Result<Call, Refusal> {
     none_of(body, &REFUSED)?;
     text_format(body["text"].get("format"), "text.format")?;
     let mut messages = Vec::new();
@@ -29,7 +29,7 @@ pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal
         messages.push(said(Role::System, instructions.to_owned()));
     }
     match body.get("input") {
-        Some(Value::String(text)) => messages.push(said(Role::User, text.clone())),
+        Some(Json::String(text)) => messages.push(said(Role::User, text.clone())),
         _ => {
             for (index, item) in list(body, "input", "")?.iter().enumerate() {
                 take(item, &format!("input[{index}]"), &mut messages)?;
@@ -57,7 +57,7 @@ pub(super) fn read(body: &Value, known: Option<Toolbox>) -> Result<Call, Refusal
 }
 
 /// Adds an item to the conversation. What an answer was told in several items is one message again.
-fn take(item: &Value, at: &str, messages: &mut Vec<Message>) -> Result<(), Refusal> {
+fn take(item: &Json, at: &str, messages: &mut Vec<Message>) -> Result<(), Refusal> {
     match text(item, "type", at)?.unwrap_or("message") {
         "message" => message(item, at, messages),
         "reasoning" => {
@@ -91,7 +91,7 @@ fn take(item: &Value, at: &str, messages: &mut Vec<Message>) -> Result<(), Refus
     }
 }
 
-fn message(item: &Value, at: &str, messages: &mut Vec<Message>) -> Result<(), Refusal> {
+fn message(item: &Json, at: &str, messages: &mut Vec<Message>) -> Result<(), Refusal> {
     let content = content(item.get("content"), &TEXTS, &format!("{at}.content"))?;
     let role = match needed(item, "role", at)? {
         "system" | "developer" => Role::System,
@@ -120,7 +120,7 @@ fn turn(messages: &mut Vec<Message>, fits: impl Fn(&Message) -> bool) -> &mut Me
 }
 
 /// What a reasoning item says. Clients may keep `encrypted_content` alone, which is the same text here.
-fn thought(item: &Value, at: &str) -> Result<String, Refusal> {
+fn thought(item: &Json, at: &str) -> Result<String, Refusal> {
     let parts = content(item.get("content"), &["reasoning_text", "text"], &format!("{at}.content"))?;
     if !parts.is_empty() {
         return Ok(parts);
@@ -129,18 +129,20 @@ fn thought(item: &Value, at: &str) -> Result<String, Refusal> {
 }
 
 /// Adds those that are functions, with the functions of namespaces among them.
-fn tools(from: &[Value], functions: &mut Vec<Value>, namespaces: &mut Namespaces) -> Result<(), Refusal> {
+fn tools(from: &[Json], functions: &mut Vec<Json>, namespaces: &mut Namespaces) -> Result<(), Refusal> {
     for (index, tool) in from.iter().enumerate() {
         let at = format!("tools[{index}]");
         match tool["type"].as_str() {
-            Some("function") => functions.push(function(needed(tool, "name", &at)?, tool, "parameters")),
+            Some("function") => {
+                functions.push(function(signature(needed(tool, "name", &at)?, tool, "parameters")))
+            }
             Some("namespace") => {
                 let namespace = needed(tool, "name", &at)?;
                 for (index, tool) in list(tool, "tools", &at)?.iter().enumerate() {
                     if tool["type"] == "function" {
                         let name = needed(tool, "name", &format!("{at}.tools[{index}]"))?;
                         let flat = flat(namespace, name);
-                        functions.push(function(&flat, tool, "parameters"));
+                        functions.push(function(signature(&flat, tool, "parameters")));
                         namespaces.insert(flat, [namespace.to_owned(), name.to_owned()]);
                     }
                 }
@@ -162,7 +164,7 @@ fn usage(answer: &Answer) -> Value {
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens},
         "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     })
 }

@@ -20,7 +20,11 @@ fn frame() -> Frame {
 }
 
 fn answer() -> Answer {
-    let call = |id: &str, arguments: Value| ToolCall { id: id.into(), name: "read".into(), arguments };
+    let call = |id: &str, arguments: Value| ToolCall {
+        id: id.into(),
+        name: "read".into(),
+        arguments: arguments.into(),
+    };
     let message = Message {
         role: Role::Assistant,
         content: "I look.".into(),
@@ -29,7 +33,8 @@ fn answer() -> Answer {
         call_id: None,
     };
     let (prompt_tokens, cached_tokens, completion_tokens) = (100, 60, 7);
-    Answer { message, ended: Ended::ToolCalls, prompt_tokens, cached_tokens, completion_tokens }
+    let (ended, reasoning_tokens) = (Ended::ToolCalls, 3);
+    Answer { message, ended, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens }
 }
 
 /// What a client sends back of a reply, as it came.
@@ -104,6 +109,7 @@ fn streams_tell_what_replies_tell() {
             }
             Protocol::Responses => {
                 assert_eq!(data.last().unwrap()["response"], reply);
+                assert_eq!(reply["usage"]["output_tokens_details"]["reasoning_tokens"], 3);
                 let done: Vec<_> = data
                     .iter()
                     .filter(|data| data["type"] == "response.output_item.done")
@@ -135,6 +141,7 @@ fn a_chat_stream_ends_with_the_usage_that_was_asked_for() {
     let usage: Value = serde_json::from_str(&events[events.len() - 2].data).unwrap();
     assert_eq!(usage["usage"]["total_tokens"], 107);
     assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 60);
+    assert_eq!(usage["usage"]["completion_tokens_details"]["reasoning_tokens"], 3);
     assert_eq!(usage["choices"], json!([]));
 }
 
@@ -192,6 +199,41 @@ fn messages_reads_what_clients_send() {
     assert_eq!(ask.messages[4].call_id.as_deref(), Some("2"));
     let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
     assert_eq!(ask.tools[..], [json!({"type": "function", "function": function})]);
+}
+
+#[test]
+fn members_of_tools_and_arguments_keep_the_clients_order() {
+    let tool = r#"{"type":"function","function":{"description":"d","name":"f","parameters":{"type":"object","a":1}}}"#;
+    let input = r#"{"path":"/","limit":5,"at":{"b":1,"a":2}}"#;
+    let talk = format!(
+        r#"[{{"role":"user","content":"u"}},{{"role":"assistant","tool_calls":[{{"id":"1","function":
+        {{"name":"f","arguments":{}}}}}]}}]"#,
+        json!(input)
+    );
+    let read = |protocol: Protocol, body: String| {
+        protocol.read(body.as_bytes(), &Hints::default(), &ToolCache::default()).unwrap().ask
+    };
+    let chat = read(Protocol::Chat, format!(r#"{{"tools":[{tool}],"messages":{talk}}}"#));
+    assert_eq!(chat.tools[0].to_string(), tool);
+    assert_eq!(chat.messages[1].calls[0].arguments.to_string(), input);
+    let talk = format!(
+        r#"[{{"role":"assistant","content":[{{"type":"tool_use","id":"1","name":"f","input":{input}}}]}}]"#
+    );
+    let tools = r#"[{"input_schema":{"type":"object","a":1},"name":"f","description":"d"}]"#;
+    let messages = read(Protocol::Messages, format!(r#"{{"messages":{talk},"tools":{tools}}}"#));
+    assert_eq!(messages.messages[0].calls[0].arguments.to_string(), input);
+    assert_eq!(messages.tools[0]["function"]["parameters"].to_string(), r#"{"type":"object","a":1}"#);
+    let answer = Answer { message: messages.messages[0].clone(), ..answer() };
+    for protocol in ALL {
+        let form = read_form(protocol);
+        let events = protocol.events(&form, &answer, &frame());
+        let told = events.iter().any(|event| event.data.contains(&json!(input).to_string()));
+        assert!(told, "{protocol:?}");
+    }
+}
+
+fn read_form(protocol: Protocol) -> Form {
+    read(protocol, &one(protocol, json!({"stream": true}))).unwrap().form
 }
 
 #[test]
@@ -305,6 +347,26 @@ fn housekeeping_and_branches_are_recognised() {
     assert!(!ask(Protocol::Chat, &title(tools)).is_auxiliary);
     assert!(ask(Protocol::Messages, &one(Protocol::Messages, json!({"max_tokens": 1}))).is_auxiliary);
     assert!(!ask(Protocol::Chat, &one(Protocol::Chat, json!({}))).is_auxiliary);
+    let system = |text: &str| {
+        let talk = json!([{"role": "system", "content": text}, {"role": "user", "content": "u"}]);
+        ask(Protocol::Chat, &json!({ "messages": talk })).is_auxiliary
+    };
+    for asked in [
+        "You are a title generator. You output ONLY a thread title. Nothing else.",
+        "Be brief.\nGenerate a concise, sentence-case title (3-7 words) for this coding session.",
+    ] {
+        assert!(system(asked), "{asked}");
+    }
+    for other in [
+        "Write subtitles for a chat of two. The entitled one makes a session of it.",
+        "You are a chatbot. Give each poem a title.",
+        "This is a chat. Write a title for the text.",
+    ] {
+        assert!(!system(other), "{other}");
+    }
+    let choice = format!("Answer with A, B, C or D alone. {}", "Which of these is right? ".repeat(4));
+    let choice = json!({"max_tokens": 1, "messages": [{"role": "user", "content": choice}]});
+    assert!(!ask(Protocol::Chat, &choice).is_auxiliary, "a question with one letter for an answer");
 
     let agent = Hints { agent_id: Some("a7".into()), turn_metadata: None };
     assert_eq!(branch(&agent).as_deref(), Some("a7"));

@@ -5,10 +5,9 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use serde_json::{Map, Value};
 
 use super::{Call, Protocol};
-use crate::message::{Refusal, Tools};
+use crate::message::{Json, Refusal, Tools};
 use crate::recent::{Key, Recent};
 
 /// Bytes of texts of which the tools are kept.
@@ -31,7 +30,7 @@ pub struct ToolCache(Recent<Toolbox>);
 /// A body.
 pub(super) struct Split {
     /// Its fields; without `tools` if they are known.
-    pub(super) fields: Value,
+    pub(super) fields: Json,
     /// The tools' key and the length of their text.
     pub(super) key: Option<(Key, usize)>,
     pub(super) known: Option<Toolbox>,
@@ -43,7 +42,7 @@ struct Skipped<'a> {
     #[serde(borrow)]
     tools: Option<&'a RawValue>,
     #[serde(flatten)]
-    fields: Map<String, Value>,
+    fields: Json,
 }
 
 impl Default for ToolCache {
@@ -64,7 +63,7 @@ impl ToolCache {
         let key = text.map(|text| (key(protocol, text), text.len()));
         let known = key.and_then(|(key, _)| self.0.get(&key));
         let fields = match skipped {
-            Some(skipped) if known.is_some() || text.is_none() => Value::Object(skipped.fields),
+            Some(skipped) if known.is_some() || text.is_none() => skipped.fields,
             _ => whole(body)?,
         };
         Ok(Split { fields, key, known })
@@ -84,10 +83,10 @@ fn key(protocol: Protocol, text: &str) -> Key {
     *blake3::Hasher::new().update(&[protocol as u8]).update(text.as_bytes()).finalize().as_bytes()
 }
 
-fn whole(body: &[u8]) -> Result<Value, Refusal> {
-    let body: Value = serde_json::from_slice(body)
+fn whole(body: &[u8]) -> Result<Json, Refusal> {
+    let body: Json = serde_json::from_slice(body)
         .map_err(|error| Refusal::Invalid(format!("the body is not JSON: {error}")))?;
-    match body.is_object() {
+    match body.as_object().is_some() {
         true => Ok(body),
         false => Err(Refusal::Invalid("the body is not a JSON object".into())),
     }

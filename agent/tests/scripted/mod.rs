@@ -83,7 +83,7 @@ impl Converse for Scripted {
         let calls = match ask.tools.first().filter(|_| last.role == Role::User) {
             Some(tool) => {
                 let name = tool["function"]["name"].as_str().expect("a name").to_owned();
-                vec![ToolCall { id: "call_0".into(), name, arguments: json!({"city": "Bern"}) }]
+                vec![ToolCall { id: "call_0".into(), name, arguments: json!({"city": "Bern"}).into() }]
             }
             None => Vec::new(),
         };
@@ -98,11 +98,23 @@ impl Converse for Scripted {
         };
         self.lock().answers += 1;
         self.changed.notify_all();
-        Ok(Answer { message, ended, prompt_tokens: 11, cached_tokens: 4, completion_tokens: 3 })
+        Ok(Answer {
+            message,
+            ended,
+            prompt_tokens: 11,
+            cached_tokens: 4,
+            completion_tokens: 3,
+            reasoning_tokens: 0,
+        })
     }
 
     async fn count(&self, _: &str, ask: Ask) -> Result<u64, Refusal> {
         Ok(ask.messages.iter().map(|message| message.content.split_whitespace().count() as u64).sum())
+    }
+
+    async fn close(&self, session: &str, _: Option<&str>) -> Result<(), Refusal> {
+        self.lock().sessions.retain(|asked| asked != session);
+        Ok(())
     }
 
     fn opens(&self, _: &str, key: Option<&str>) -> bool {

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use driftless_agent::Sessions;
 use driftless_agent::message::{Ask, Converse as _, Ended, Message, Refusal, Role};
 use driftless_agent::sessions::{Opening, Settings};
+use driftless_agent::{Family, Sessions};
 use driftless_bridge::SamplingParams;
 use serde_json::json;
 use tempfile::TempDir;
@@ -22,8 +22,16 @@ pub(crate) fn try_sessions(
     template: &str,
     script: &Arc<Script>,
 ) -> driftless_agent::Result<Sessions<Arc<Script>>> {
+    over(home, toy::family(template), script)
+}
+
+fn over(
+    home: &TempDir,
+    family: Family,
+    script: &Arc<Script>,
+) -> driftless_agent::Result<Sessions<Arc<Script>>> {
     let settings = Settings { visitors: Some(opening()), ..Settings::default() };
-    Sessions::open_journal(&home.path().join("journal"), toy::family(template), script.clone(), settings)
+    Sessions::open_journal(&home.path().join("journal"), family, script.clone(), settings)
 }
 
 pub(crate) fn sessions(home: &TempDir, template: &str, script: &Arc<Script>) -> Sessions<Arc<Script>> {
@@ -32,13 +40,17 @@ pub(crate) fn sessions(home: &TempDir, template: &str, script: &Arc<Script>) -> 
 
 /// The same once the process before has let go of the journal: its writer ends a moment after the sessions.
 pub(crate) fn reopened(home: &TempDir, template: &str, script: &Arc<Script>) -> Sessions<Arc<Script>> {
-    loop {
-        match try_sessions(home, template, script) {
-            Ok(sessions) => return sessions,
-            Err(error) => assert!(error.to_string().contains("another process"), "{error}"),
-        }
+    reopened_with(home, toy::family(template), script)
+}
+
+/// The same for a family of the test's.
+pub(crate) fn reopened_with(home: &TempDir, family: Family, script: &Arc<Script>) -> Sessions<Arc<Script>> {
+    // The lock is free once the writer has ended.
+    let journal = home.path().join("journal");
+    while std::fs::File::open(&journal).is_ok_and(|file| file.try_lock().is_err()) {
         std::thread::yield_now();
     }
+    over(home, family, script).unwrap()
 }
 
 /// Asks, and adds the answer to the conversation.
@@ -122,7 +134,7 @@ async fn calls_are_read_and_their_answers_put_in_order() {
     let mut talk = Vec::new();
     assert_eq!(say(&sessions, &mut talk, &[user("Where?")]).await, Ended::ToolCalls);
     let calls = talk[1].calls.clone();
-    assert_eq!((calls[1].name.as_str(), &calls[1].arguments), ("pwd", &json!({"a": 1})));
+    assert_eq!((calls[1].name.as_str(), &calls[1].arguments), ("pwd", &json!({"a": 1}).into()));
     assert_eq!(talk[1].content, "Both.");
     let told =
         |at: usize, text: &str| Message { call_id: Some(calls[at].id.clone()), ..message(Role::Tool, text) };

@@ -6,7 +6,7 @@ use driftless_agent::message::{Ask, Message, Role};
 use driftless_agent::session::{Bounds, Thoughts, Tree};
 
 use crate::parity::plan;
-use crate::toy::{TEMPLATES, ask, family, generation, message, shared, tokenizer, user};
+use crate::toy::{TEMPLATES, ask, family, generation, message, shared, tokenizer, tokenizer_json, user};
 
 fn of(source: &str) -> driftless_agent::Result<Family> {
     Family::new(ChatTemplate::from_source(source, &[]).unwrap(), tokenizer())
@@ -104,6 +104,24 @@ fn answers_within_thoughts_that_the_template_began_are_thoughts() {
 }
 
 #[test]
+fn tokens_of_thoughts_are_counted() {
+    for (template, said, thoughts) in [
+        ("qwen3", "<think>\nhm\n</think>\n\nYes<|im_end|>", "<think>\nhm\n</think>"),
+        ("qwen3", "Yes<|im_end|>", ""),
+        ("qwen35", "hm</think>Yes<|im_end|>", "hm</think>"),
+        ("qwen35", "hm<|im_end|>", "hm"),
+        ("kimi", "hm", "hm"),
+    ] {
+        let (family, mut tree) = (family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let first = plan(&tree, &family, &ask(&[user("a")]));
+        let turn = tree.turn(&family, first, generation(said, ""), 1).unwrap();
+        let at = tree.commit(turn).unwrap();
+        let expected = shared().encode(thoughts).unwrap().len() as u64;
+        assert_eq!(tree.answer(at).reasoning_tokens, expected, "{template}: {said}");
+    }
+}
+
+#[test]
 fn tools_are_told_by_the_system_where_the_template_has_no_words() {
     let (family, tree) = (family("deepseek"), Tree::new(Bounds::default(), Thoughts::Kept));
     let tool = serde_json::json!({"type": "function", "function": {"name": "ls"}});
@@ -111,6 +129,24 @@ fn tools_are_told_by_the_system_where_the_template_has_no_words() {
     let read = shared().decode(&tree.prompt(&plan(&tree, &family, &asked))).unwrap();
     let example = "<｜tool▁call▁begin｜>…<｜tool▁sep｜>{\"…\":\"…\"}<｜tool▁call▁end｜>";
     assert!(read.starts_with("s\n\nYou may call functions.") && read.contains(example), "{read}");
+}
+
+#[test]
+fn variables_of_the_template_are_those_that_were_asked_for() {
+    let home = tempfile::tempdir().unwrap();
+    std::fs::write(home.path().join("tokenizer.json"), tokenizer_json()).unwrap();
+    let source = format!("{STRICT}{{% if short %}}{{{{ '(' ~ short ~ ')' }}}}{{% endif %}}");
+    std::fs::write(home.path().join("chat_template.jinja"), source).unwrap();
+    let prompt = |variables| {
+        let (family, tree) =
+            (Family::open_with(home.path(), variables), Tree::new(Bounds::default(), Thoughts::Kept));
+        let family = family.map_err(|error| error.to_string())?;
+        Ok::<_, String>(tree.prompt(&plan(&tree, &family, &ask(&[user("a")]))))
+    };
+    let [with, without] = [None, Some(r#"{"short": 5}"#)].map(|given| prompt(given).unwrap());
+    let behind = shared().encode("(5)").unwrap();
+    assert_eq!(without, [with, behind].concat());
+    assert!(prompt(Some("[1]")).unwrap_err().contains("a JSON object, found `[1]`"));
 }
 
 /// It counts calls, as some copies of Kimi K2's template do: what a tool told is named by its place among all.

@@ -8,5 +8,6 @@ mod families;
 mod oracle;
 mod parity;
 mod random;
+mod rested;
 mod toy;
 mod trained;

@@ -5,10 +5,9 @@ use std::process::Command;
 
 use driftless_agent::Family;
 use driftless_agent::chat::ChatTemplate;
-use driftless_agent::message::{Ask, Message, Role};
+use driftless_agent::message::{Ask, Json, Message, Role};
 use driftless_agent::session::{Bounds, Plan, Thoughts, Tree};
 use serde::Deserialize;
-use serde_json::Value;
 
 use crate::parity::plan;
 use crate::toy::{ask, generated, shared, tokenizer, tokenizer_json, user};
@@ -19,7 +18,7 @@ struct Checkpoint {
     name: String,
     template: String,
     bos: String,
-    tools: Vec<Value>,
+    tools: Vec<Json>,
     wholes: Vec<Whole>,
     turns: Vec<Turn>,
     without: Option<Without>,
@@ -28,7 +27,7 @@ struct Checkpoint {
 #[derive(Deserialize)]
 struct Whole {
     messages: Vec<Message>,
-    tools: Vec<Value>,
+    tools: Vec<Json>,
     ids: Vec<i32>,
 }
 
@@ -52,7 +51,7 @@ struct Without {
 struct Heard {
     content: String,
     reasoning: Option<String>,
-    calls: Vec<(String, Value)>,
+    calls: Vec<(String, Json)>,
 }
 
 fn checkpoints() -> Vec<Checkpoint> {
@@ -98,7 +97,7 @@ fn heard(answer: &Message) -> Heard {
 fn answered(
     family: &Family,
     thoughts: Thoughts,
-    tools: &[Value],
+    tools: &[Json],
     sampled: &[i32],
     next: impl FnOnce(&Message) -> Vec<Message>,
 ) -> (Message, Plan, Vec<i32>) {
@@ -114,7 +113,7 @@ fn answered(
     (answer, next, prompt)
 }
 
-fn turn(family: &Family, tools: &[Value], case: &Turn) -> Vec<String> {
+fn turn(family: &Family, tools: &[Json], case: &Turn) -> Vec<String> {
     let next = |answer: &Message| {
         let mut ids = answer.calls.iter().map(|call| call.id.clone());
         let messages = case.messages.iter().cloned();
@@ -132,7 +131,7 @@ fn turn(family: &Family, tools: &[Value], case: &Turn) -> Vec<String> {
     misheard.into_iter().chain(anew).chain(differ(&said, &prompt, &case.ids)).collect()
 }
 
-fn without(family: &Family, tools: &[Value], case: &Without) -> Option<String> {
+fn without(family: &Family, tools: &[Json], case: &Without) -> Option<String> {
     let next = |_: &Message| vec![user("b")];
     let (_, _, prompt) = answered(family, Thoughts::Stripped, tools, &case.sampled, next);
     differ("without thoughts", &prompt, &case.ids)

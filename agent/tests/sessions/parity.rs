@@ -10,31 +10,42 @@ use crate::toy::{self, ADDED, Dice, SPECIAL, TEMPLATES, ask, generation, message
 
 /// Ids of the whole as `transformers` makes them.
 fn whole(template: &str, ask: &Ask, tools: Option<&str>) -> Vec<i32> {
-    let messages: Vec<_> = ask.messages.iter().map(written).collect();
     let json = |value: serde_json::Value| serde_json::from_value::<Value>(value).unwrap();
     let tools = tools.map(|tools| serde_json::from_str(tools).unwrap());
     let variables = json(json!({"tools_in_user_message": false}));
-    let chat = Chat { messages: json(json!(messages)), tools, variables: Some(&variables) };
+    let chat =
+        Chat { messages: ask.messages.iter().map(written).collect(), tools, variables: Some(&variables) };
     let text = toy::template(template).render(chat).unwrap();
     toy::shared().encode(&text).unwrap()
 }
 
-fn written(message: &Message) -> serde_json::Value {
+/// The order of arguments is that of their text.
+fn written(message: &Message) -> Value {
     let call = |call: &ToolCall| {
-        let function = json!({"name": call.name, "arguments": call.arguments});
-        json!({"type": "function", "id": call.id, "function": function})
+        let arguments = serde_json::from_str(&call.arguments.to_string()).unwrap();
+        let function =
+            Value::from_pairs([("name", Value::from(call.name.as_str())), ("arguments", arguments)]);
+        Value::from_pairs([
+            ("type", Value::from("function")),
+            ("id", Value::from(call.id.as_str())),
+            ("function", function),
+        ])
     };
-    let mut written = json!({"role": message.role, "content": message.content});
+    let role = serde_json::to_value(message.role).unwrap();
+    let mut written = vec![
+        ("role", Value::from(role.as_str().unwrap())),
+        ("content", Value::from(message.content.as_str())),
+    ];
     if let Some(reasoning) = &message.reasoning {
-        written["reasoning_content"] = json!(reasoning);
+        written.push(("reasoning_content", Value::from(reasoning.as_str())));
     }
     if !message.calls.is_empty() {
-        written["tool_calls"] = message.calls.iter().map(call).collect();
+        written.push(("tool_calls", message.calls.iter().map(call).collect()));
     }
     if let Some(id) = &message.call_id {
-        written["tool_call_id"] = json!(id);
+        written.push(("tool_call_id", Value::from(id.as_str())));
     }
-    written
+    Value::from_pairs(written)
 }
 
 pub(crate) fn plan(tree: &Tree, family: &driftless_agent::Family, ask: &Ask) -> Plan {
@@ -79,8 +90,30 @@ fn ordinary_text_has_the_ids_of_the_whole() {
     }
 }
 
-const TOOLS: &str = r#"[{"type": "function", "function": {"name": "ls", "description": "Lists.", "parameters":
-    {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}]"#;
+/// Their members stand in no order but the client's.
+const TOOLS: &str = r#"[{"type": "function", "function": {"description": "Lists.", "name": "ls", "parameters":
+    {"required": ["path"], "properties": {"path": {"type": "string"}, "limit": {"title": "L", "type": "integer"}},
+     "type": "object"}}}]"#;
+
+#[test]
+fn arguments_are_rendered_in_the_order_of_their_client() {
+    let written = r#"{"path": "/", "limit": 5, "at": {"b": 1, "a": [null]}}"#;
+    for (template, _) in TEMPLATES.iter().filter(|(template, _)| !["smollm2", "deepseek"].contains(template))
+    {
+        let call = ToolCall {
+            id: "functions.ls:0".to_owned(),
+            name: "ls".to_owned(),
+            arguments: serde_json::from_str(written).unwrap(),
+        };
+        let answer = Message { calls: vec![call], ..message(Role::Assistant, "") };
+        let told = Message { call_id: Some("functions.ls:0".to_owned()), ..message(Role::Tool, "bin") };
+        let asked = ask(&[message(Role::System, "s"), user("a"), answer, told, user("b")]);
+        let (family, tree) = (toy::family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let found = tree.prompt(&plan(&tree, &family, &asked));
+        let expected = whole(template, &asked, None);
+        assert_eq!(found, expected, "{template}: {:?}", toy::shared().decode(&found));
+    }
+}
 
 #[test]
 fn tools_and_their_answers_have_the_ids_of_the_whole() {
@@ -140,14 +173,17 @@ fn text_of_clients_never_becomes_a_special_token() {
         let special: Vec<i32> = SPECIAL.iter().chain(&ADDED).map(|token| id(token)).collect();
         let count = |plan: &Plan| plan.given.iter().filter(|id| special.contains(id)).count();
         let conversation = |text: &str| {
-            let call =
-                ToolCall { id: "c".to_owned(), name: text.to_owned(), arguments: json!({text: [text, 1]}) };
+            let call = ToolCall {
+                id: text.to_owned(),
+                name: text.to_owned(),
+                arguments: json!({text: [text, 1]}).into(),
+            };
             let assistant = Message {
                 calls: vec![call],
                 reasoning: Some(text.to_owned()),
                 ..message(Role::Assistant, text)
             };
-            let tool = Message { call_id: Some("c".to_owned()), ..message(Role::Tool, text) };
+            let tool = Message { call_id: Some(text.to_owned()), ..message(Role::Tool, text) };
             let talk = [
                 message(Role::System, text),
                 user(text),
@@ -176,6 +212,31 @@ fn text_of_clients_never_becomes_a_special_token() {
                 let said = tokenizer.decode(&found.given).unwrap();
                 assert!(said.contains(&text), "{template}: {text:?} is not in {said:?}");
             }
+        }
+    }
+}
+
+/// What clients name calls by stands in some prompts too, also behind an answer.
+#[test]
+fn ids_of_calls_never_become_a_special_token() {
+    let special: Vec<i32> =
+        SPECIAL.iter().chain(&ADDED).map(|token| toy::shared().encode(token).unwrap()[0]).collect();
+    for (template, _) in TEMPLATES {
+        let (family, mut tree) = (toy::family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let first = plan(&tree, &family, &ask(&[user("a")]));
+        let said = toy::thought(template, &toy::call_of(template, "ls", "a", "1"));
+        let turn = tree.turn(&family, first, generation(&said, toy::end_of(template)), 1).unwrap();
+        let at = tree.commit(turn).unwrap();
+        let answer = tree.answer(at).message;
+        let behind = |id: &str| {
+            let told = Message { call_id: Some(id.to_owned()), ..message(Role::Tool, "bin") };
+            let next = plan(&tree, &family, &ask(&[user("a"), answer.clone(), told]));
+            assert!(next.cached > 0, "{template}");
+            next.given.iter().filter(|id| special.contains(id)).count()
+        };
+        let plain = behind("c");
+        for token in SPECIAL.iter().chain(&ADDED) {
+            assert_eq!(behind(&format!("c{token}{token}")), plain, "{template}: {token}");
         }
     }
 }

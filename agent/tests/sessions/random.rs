@@ -1,11 +1,12 @@
 //! Random sessions: retries, forks, parallel tools, compaction, subagents, messages of the system, aborts, kills.
 
 use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_agent::Sessions;
 use driftless_agent::message::{Ask, Converse as _, Message, Role};
 use driftless_agent::session::Sample;
+use driftless_agent::{Family, Sessions, Tokenizer};
 use driftless_bridge::engine::VersionSpan;
 use futures_util::future::join_all;
 use serde_json::json;
@@ -14,8 +15,10 @@ use tempfile::TempDir;
 use crate::basic;
 use crate::toy::{self, Dice, Drawn, Script, TEMPLATES, ask, message, user};
 
-/// Sessions of a template that are tried. `DRIFTLESS_SIMULATE` asks for others: a number of them.
+/// Sessions of a template and a tokenizer that are tried, and with `DRIFTLESS_LONG=1`. `DRIFTLESS_SIMULATE=SEED` asks for one,
+/// `DRIFTLESS_SIMULATE=FIRST..LAST` for others.
 const SEEDS: u64 = 4;
+const SEEDS_LONG: u64 = 1000;
 const NAME: &str = "s";
 
 /// A conversation of one agent.
@@ -29,6 +32,8 @@ struct Talk {
 struct Run {
     home: TempDir,
     template: &'static str,
+    /// A checkpoint's `tokenizer.json`; none for the small one of all families.
+    tokenizer: Option<PathBuf>,
     script: Arc<Script>,
     sessions: Option<Sessions<Arc<Script>>>,
     dice: Dice,
@@ -54,20 +59,30 @@ fn text(template: &str, dice: &mut Dice) -> String {
 }
 
 impl Run {
-    fn new(template: &'static str, seed: u64) -> Self {
-        let mut script = Script::new(template, &[]);
+    fn new(template: &'static str, tokenizer: Option<PathBuf>, seed: u64) -> Self {
+        let mut script = Script::over(template, opened(tokenizer.as_deref()));
         script.aborts = 4;
-        let (home, script) = (tempfile::tempdir().unwrap(), Arc::new(script));
-        let sessions = Some(basic::sessions(&home, template, &script));
         let first =
             Talk { messages: vec![message(Role::System, "You help.")], branch: None, tools: Vec::new() };
-        Run { home, template, script, sessions, dice: Dice(seed), talks: vec![first], answered: Vec::new() }
+        let mut run = Run {
+            home: tempfile::tempdir().unwrap(),
+            template,
+            tokenizer,
+            script: Arc::new(script),
+            sessions: None,
+            dice: Dice(seed),
+            talks: vec![first],
+            answered: Vec::new(),
+        };
+        run.kill();
+        run
     }
 
     /// Ends the process, as far as its sessions can tell, and begins another one.
     fn kill(&mut self) {
         self.sessions = None;
-        self.sessions = Some(basic::reopened(&self.home, self.template, &self.script));
+        let family = Family::new(toy::template(self.template), opened(self.tokenizer.as_deref()));
+        self.sessions = Some(basic::reopened_with(&self.home, family.unwrap(), &self.script));
     }
 
     async fn ask(&mut self, ask: Ask) -> driftless_agent::message::Answer {
@@ -232,16 +247,46 @@ fn label(spans: &[VersionSpan], at: usize) -> &str {
 }
 
 fn seeds() -> std::ops::Range<u64> {
-    let asked = std::env::var("DRIFTLESS_SIMULATE").ok().and_then(|seeds| seeds.parse().ok());
-    0..asked.unwrap_or(SEEDS)
+    let all = if std::env::var_os("DRIFTLESS_LONG").is_some() { SEEDS_LONG } else { SEEDS };
+    let Ok(seeds) = std::env::var("DRIFTLESS_SIMULATE") else { return 0..all };
+    match seeds.split_once("..") {
+        Some((first, last)) => first.parse().unwrap()..last.parse().unwrap(),
+        None => seeds.parse().unwrap()..seeds.parse::<u64>().unwrap() + 1,
+    }
+}
+
+fn opened(tokenizer: Option<&Path>) -> Tokenizer {
+    tokenizer.map_or_else(toy::tokenizer, |path| Tokenizer::open(path).unwrap())
+}
+
+/// The small tokenizer, and those of the checkpoints that `DRIFTLESS_TOKENIZERS` names, parted as in `PATH`.
+fn tokenizers() -> Vec<Option<PathBuf>> {
+    let named = std::env::var_os("DRIFTLESS_TOKENIZERS").unwrap_or_default();
+    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
+    std::iter::once(None).chain(named.map(Some)).collect()
+}
+
+/// Templates whose family a tokenizer has the tokens of, and the one that ends their answers.
+fn templates(tokenizer: Option<&Path>) -> Vec<&'static str> {
+    let has_tokens = |template: &&str| {
+        let opened = opened(tokenizer);
+        opened.encode(toy::end_of(template)).unwrap().len() == 1
+            && Family::new(toy::template(template), opened).is_ok()
+    };
+    TEMPLATES.iter().map(|(template, _)| *template).filter(has_tokens).collect()
 }
 
 #[tokio::test]
 async fn random_sessions_train_what_was_sampled_and_only_once() {
-    for (template, _) in TEMPLATES {
+    let cases = tokenizers().into_iter().flat_map(|tokenizer| {
+        let templates = templates(tokenizer.as_deref());
+        assert!(!templates.is_empty(), "no template has the tokens of {tokenizer:?}");
+        templates.into_iter().map(move |template| (tokenizer.clone(), template))
+    });
+    for (tokenizer, template) in cases {
         for seed in seeds() {
-            println!("template {template}, seed {seed}");
-            let mut run = Run::new(template, seed);
+            println!("template {template}, tokenizer {tokenizer:?}, seed {seed}");
+            let mut run = Run::new(template, tokenizer.clone(), seed);
             for _ in 0..30 {
                 run.step().await;
             }

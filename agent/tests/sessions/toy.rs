@@ -265,9 +265,15 @@ pub(crate) struct Script {
 
 impl Script {
     pub(crate) fn new(template: &str, texts: &[&str]) -> Self {
-        let texts = texts.iter().map(|text| (*text).to_owned()).collect();
-        let (texts, drawn) = (Mutex::new(texts), Mutex::default());
-        Script { tokenizer: tokenizer(), end: end_of(template), texts, aborts: 0, drawn }
+        let script = Self::over(template, tokenizer());
+        script.texts.lock().unwrap().extend(texts.iter().map(|text| (*text).to_owned()));
+        script
+    }
+
+    /// One that draws tokens of a checkpoint's.
+    pub(crate) fn over(template: &str, tokenizer: Tokenizer) -> Self {
+        let (texts, drawn) = Default::default();
+        Script { tokenizer, end: end_of(template), texts, aborts: 0, drawn }
     }
 
     /// Ids of a text, cut into pieces that its own encoding does not have.

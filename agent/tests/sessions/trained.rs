@@ -51,6 +51,25 @@ async fn subagent_and_compaction_are_samples_and_titles_none() {
 }
 
 #[tokio::test]
+async fn housekeeping_that_is_all_or_goes_on_is_trained() {
+    let home = tempfile::tempdir().unwrap();
+    let script = Arc::new(Script::new("qwen3", &[]));
+    let sessions = basic::sessions(&home, "qwen3", &script);
+    let mut talk = vec![user("Name a chat session's title.")];
+    let first = sessions.ask("s", Ask { is_auxiliary: true, ..ask(&talk) }).await.unwrap();
+    let kept = |most| sessions.samples("s", false, most);
+    assert_eq!(kept(usize::MAX).await.unwrap().len(), 1, "a session that has nothing else");
+    sessions.ask("s", ask(&[user("Other")])).await.unwrap();
+    let turns =
+        async || kept(usize::MAX).await.unwrap().iter().map(|sample| sample.turns).collect::<Vec<_>>();
+    assert_eq!(turns().await, [1], "beside another conversation");
+    talk.push(first.message);
+    say(&sessions, &mut talk, "And another?").await;
+    assert_eq!(turns().await, [1, 2], "a client that goes on asks for more than a title");
+    assert!(kept(3).await.unwrap().is_empty());
+}
+
+#[tokio::test]
 async fn shared_turns_belong_to_the_earliest_leaf_that_is_kept() {
     let home = tempfile::tempdir().unwrap();
     let script = Arc::new(Script::new("qwen3", &[]));

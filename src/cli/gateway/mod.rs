@@ -112,7 +112,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         );
     }
     let family = Family::open(&args.hf_checkpoint)?;
-    let sessions = sessions(&args, family, args.engines()?)?;
+    let sessions = sessions(&args, family, args.engines()?, false)?;
     let options = GatewayOptions::new(token.is_none());
     let gateway = Gateway::start(args.listen, options, Arc::new(Open::new(sessions, token, now)))?;
     let url = format!("http://{}", gateway.addr());
@@ -148,14 +148,15 @@ impl Args {
     }
 }
 
-/// The sessions of --save, and those that clients begin.
-fn sessions<D: Draw>(args: &Args, family: Family, draw: D) -> Result<Sessions<D>> {
+/// The sessions of --save, and those that clients begin; with `all` those too that were let go.
+fn sessions<D: Draw>(args: &Args, family: Family, draw: D, all: bool) -> Result<Sessions<D>> {
     let visitors = Opening { key: None, sampling: args.draw.sampling() };
     let settings = Settings {
         model: args.model_name(),
         context: args.context()?,
         thoughts: if args.strip_thoughts { Thoughts::Stripped } else { Thoughts::Kept },
         visitors: Some(visitors),
+        all,
         ..Settings::default()
     };
     let io = |source| Error::Io { path: args.save.clone(), source };
@@ -168,7 +169,7 @@ fn export(args: &Args, file: &Path, output: Output) -> Result<()> {
     paths::check_output("--export", file)?;
     paths::check_file("--save", &args.save.join(JOURNAL))?;
     let context = args.context()?;
-    let sessions = sessions(args, Family::open(&args.hf_checkpoint)?, Nobody)?;
+    let sessions = sessions(args, Family::open(&args.hf_checkpoint)?, Nobody, true)?;
     let io = |source| Error::Io { path: file.to_owned(), source };
     let runtime = runtime::handle().map_err(io)?;
     let mut lines = std::io::BufWriter::new(std::fs::File::create(file).map_err(io)?);

@@ -73,6 +73,15 @@ impl<S: Converse> Converse for Open<S> {
         self.sessions.count(self.name(session), ask).await
     }
 
+    /// A client that has a key of one session alone asks there, and does not take away what was said.
+    async fn close(&self, session: &str, key: Option<&str>) -> Result<(), Refusal> {
+        let is_owner = self.token.as_ref().is_none_or(|token| key.is_some_and(|key| token.is(key)));
+        if !is_owner {
+            return Err(Refusal::Unknown("expected the gateway's token, which alone closes sessions".into()));
+        }
+        self.sessions.close(self.name(session), None).await
+    }
+
     fn opens(&self, session: &str, key: Option<&str>) -> bool {
         let name = self.name(session);
         self.lets_in(name, key) && is_name(name) && self.sessions.opens(name, None)

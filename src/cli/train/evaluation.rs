@@ -244,7 +244,9 @@ impl EvalArgs {
                 "--n-eval-prompts above 0, or --eval-prompt-data NAME FILE",
             ));
         };
-        Ok(self.sets(held_out.as_ref(), named, &self.rewards.task(source, checkpoint, reward)?, sampling))
+        self.rewards.check_clients(&self.data)?;
+        let task = self.rewards.task(source, checkpoint, reward, &self.data)?;
+        Ok(self.sets(held_out.as_ref(), named, &task, sampling))
     }
 }
 

@@ -2,6 +2,8 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
+use driftless::agent::session::Thoughts;
+use driftless::trainer::data::DataOptions;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
 use driftless::trainer::rollout::HOOK_RETRIES;
@@ -45,6 +47,10 @@ pub(crate) struct RewardArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
     #[serde(skip)]
     hook_deadline: u64,
+    /// Leave thoughts out of later prompts of a hook's clients once they ask something else, as most chat templates do. Each
+    /// question with thoughts before it is then a sample.
+    #[arg(long)]
+    strip_thoughts: bool,
     /// Times that an answer is made again, with other draws, whose environment died or whose hook was late.
     #[arg(long, value_name = "N", default_value_t = HOOK_RETRIES, value_parser = numbers::ordinal())]
     #[serde(skip)]
@@ -136,24 +142,51 @@ impl RewardArgs {
         source: Arc<dyn DataSource>,
         checkpoint: &Path,
         reward: Arc<dyn Reward>,
+        data: &DataOptions,
     ) -> Result<Task> {
-        let generate = self.custom_generate_command.as_ref().map(|at| self.generate(at, checkpoint));
+        let generate = self.custom_generate_command.as_ref().map(|at| self.generate(at, checkpoint, data));
         let generate = generate.transpose()?.map(Arc::new);
         Ok(Task { source, generate, reward, filters: Filters::default() })
     }
 
     /// A hook of `--environment`, for the model of a checkpoint where it makes answers.
-    pub(super) fn environment(&self, command: &str, clients: Option<&Path>) -> Result<Hook> {
-        let options = HookOptions::new(command).with_processes(self.hook_processes);
-        let mut options = options.with_deadline(self.deadline());
+    pub(super) fn environment(
+        &self,
+        command: &str,
+        clients: Option<&Path>,
+        data: &DataOptions,
+    ) -> Result<Hook> {
+        let mut options = self.making(command, data);
         options.clients = clients.map(Path::to_owned);
         Ok(Hook::open("--environment", &options)?)
     }
 
-    /// What makes answers; with an address for clients, if the checkpoint's conversations can be written.
-    fn generate(&self, at: &str, checkpoint: &Path) -> Result<Hook> {
-        const FLAG: &str = "--custom-generate-command";
+    /// What makes answers and has clients.
+    fn making(&self, at: &str, data: &DataOptions) -> HookOptions {
         let options = HookOptions::new(at).with_processes(self.hook_processes).with_deadline(self.deadline());
+        let thoughts = if self.strip_thoughts { Thoughts::Stripped } else { Thoughts::Kept };
+        options.with_thoughts(thoughts).with_variables(data.apply_chat_template_kwargs.clone())
+    }
+
+    /// Refuses what is for conversations of clients, where no hook makes answers.
+    pub(super) fn check_clients(&self, data: &DataOptions) -> Result<()> {
+        if self.custom_generate_command.is_some() {
+            return Ok(());
+        }
+        let hook = "--custom-generate-command HOOK, or --environment KIND:NAME";
+        if self.strip_thoughts {
+            return Err(missing("--strip-thoughts", hook));
+        }
+        match data.apply_chat_template_kwargs.is_some() && !data.apply_chat_template {
+            true => Err(missing("--apply-chat-template-kwargs", &format!("--apply-chat-template, {hook}"))),
+            false => Ok(()),
+        }
+    }
+
+    /// What makes answers; with an address for clients, if the checkpoint's conversations can be written.
+    fn generate(&self, at: &str, checkpoint: &Path, data: &DataOptions) -> Result<Hook> {
+        const FLAG: &str = "--custom-generate-command";
+        let options = self.making(at, data);
         match Hook::open(FLAG, &options.clone().with_clients(checkpoint.to_owned())) {
             Err(driftless::trainer::Error::Agent(why)) => {
                 tracing::info!("{FLAG}: its answers have no `base_url`: {why}");

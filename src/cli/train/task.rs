@@ -108,11 +108,12 @@ impl TaskArgs {
 
     /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task.
     pub(crate) fn choose(&self, checkpoint: &Path, seed: u64) -> Result<Chosen> {
-        if let Some(kind) = self.eval.kind() {
-            return self.made_up(kind, checkpoint, seed);
-        }
         if let Some(command) = self.environment.command() {
             return self.of_environment(&command, checkpoint);
+        }
+        self.eval.rewards.check_clients(&self.eval.data)?;
+        if let Some(kind) = self.eval.kind() {
+            return self.made_up(kind, checkpoint, seed);
         }
         let reward = self.eval.reward()?.ok_or_else(no_reward);
         match self.hooks.data_source(&self.eval.rewards)? {
@@ -129,7 +130,7 @@ impl TaskArgs {
     /// What is learned from these prompts and rewards, with the hooks that were named.
     fn task(&self, source: Arc<dyn DataSource>, checkpoint: &Path, reward: Arc<dyn Reward>) -> Result<Task> {
         let filters = self.hooks.filters(&self.eval.rewards)?;
-        Ok(Task { filters, ..self.eval.rewards.task(source, checkpoint, reward)? })
+        Ok(Task { filters, ..self.eval.rewards.task(source, checkpoint, reward, &self.eval.data)? })
     }
 
     /// Prompts of files.
@@ -162,7 +163,7 @@ impl TaskArgs {
 
     /// Prompts, answers and rewards of an environment.
     fn of_environment(&self, command: &str, checkpoint: &Path) -> Result<Chosen> {
-        let hook = |clients| self.eval.rewards.environment(command, clients);
+        let hook = |clients| self.eval.rewards.environment(command, clients, &self.eval.data);
         let generate = Some(Arc::new(hook(Some(checkpoint))?));
         let chosen = self.sourced(hook(None)?, checkpoint, Arc::new(Rm::new(hook(None)?)))?;
         Ok(Chosen { task: Task { generate, ..chosen.task }, ..chosen })

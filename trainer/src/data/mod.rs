@@ -66,8 +66,9 @@ pub struct DataOptions {
     /// user.
     #[arg(long)]
     pub apply_chat_template: bool,
-    /// JSON object of further variables for the template, such as {"enable_thinking": false}.
-    #[arg(long, value_name = "JSON", requires = "apply_chat_template")]
+    /// JSON object of further variables for the template, such as {"enable_thinking": false}; also where conversations of a
+    /// hook's clients are written.
+    #[arg(long, value_name = "JSON")]
     #[setters(into)]
     pub apply_chat_template_kwargs: Option<String>,
     /// Leave out prompts of more tokens than these.

@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::sample::Claim;
-use super::{Fault, GENERATIONS_MAX};
+use super::{Fault, GENERATIONS_MAX, HookOptions};
 use crate::data;
 use crate::error::{Failure, Result};
 use crate::sample::Turn;
@@ -72,10 +72,12 @@ struct Busy {
 
 impl Clients {
     /// Serves on a free port of loopback, with the template and the tokenizer of a checkpoint.
-    pub(super) fn start(checkpoint: &Path) -> Result<Self> {
+    pub(super) fn start(checkpoint: &Path, of: &HookOptions) -> Result<Self> {
         let seats = Arc::new(Seats::default());
-        let settings = Settings { context: usize::MAX, asks: WAITING_MAX, ..Settings::default() };
-        let sessions = Sessions::in_memory(Family::open(checkpoint)?, seats.clone(), settings);
+        let thoughts = of.thoughts;
+        let settings = Settings { context: usize::MAX, asks: WAITING_MAX, thoughts, ..Settings::default() };
+        let family = Family::open_with(checkpoint, of.variables.as_deref())?;
+        let sessions = Sessions::in_memory(family, seats.clone(), settings);
         let sessions = Arc::new(sessions);
         let mut options = GatewayOptions::new(false);
         options.asks_max = ASKS_MAX;

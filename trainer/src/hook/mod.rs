@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use derive_setters::Setters;
+use driftless_agent::session::Thoughts;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -53,13 +54,19 @@ pub struct HookOptions {
     /// clients of OpenAI and Anthropic get tokens of the policy.
     #[setters(strip_option)]
     pub clients: Option<PathBuf>,
+    /// Further variables of that template, as a JSON object.
+    pub variables: Option<String>,
+    /// What becomes of thoughts in later prompts of a client's conversation.
+    pub thoughts: Thoughts,
 }
 
 impl HookOptions {
     /// One process, which has a minute for each answer.
     #[must_use]
     pub fn new(at: impl Into<String>) -> Self {
-        HookOptions { at: at.into(), processes: 1, deadline: Duration::from_secs(60), clients: None }
+        let (clients, variables, thoughts) = (None, None, Thoughts::Kept);
+        let (at, deadline) = (at.into(), Duration::from_secs(60));
+        HookOptions { at, processes: 1, deadline, clients, variables, thoughts }
     }
 }
 
@@ -139,7 +146,7 @@ impl Hook {
         };
         // A service is asked for a whole answer, and its time with it.
         let clients = options.clients.as_deref().filter(|_| !is_url);
-        let clients = clients.map(clients::Clients::start).transpose()?;
+        let clients = clients.map(|checkpoint| clients::Clients::start(checkpoint, options)).transpose()?;
         Ok(Hook { flag, peer, asked: AtomicU64::new(0), deadline: options.deadline, clients })
     }
 

@@ -152,7 +152,7 @@ def answer(turn: Turn) -> None:
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn housekeeping_of_a_client_is_never_trained() {
+async fn housekeeping_is_trained_where_an_answer_has_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let function = r#"
 @generate
@@ -163,15 +163,30 @@ def answer(turn: Turn) -> None:
     ask(turn, [{"role": "system", "content": system}, {"role": "user", "content": "?"}])
 "#;
     let room = asking(dir.path(), function, 60).await;
-    let refused = room.answer(0).await.unwrap_err();
-    assert!(
-        refused.contains("expected `tokens`, or a generation before the sample, found neither"),
-        "{refused}"
-    );
+    assert_eq!(room.answer(0).await.unwrap().len(), 1, "a task about titles");
     let answer = room.answer(1).await.unwrap();
     assert_eq!(answer.len(), 1);
     let text = Tokenizer::open(dir.path()).unwrap().decode(&answer[0].tokens).unwrap();
     assert!(!text.contains("title"), "{text}");
+}
+
+/// A client that never ends is told that its answer has. What it was told before is not an answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn client_that_goes_on_for_ever_is_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+@generate
+def answer(turn: Turn) -> None:
+    for number in range(10**9):
+        try:
+            converse(turn, f"And {number}?", 1)
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{error.code} after {number}: {error.read().decode()}")
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let refused = room.answer(0).await.unwrap_err();
+    let expected = ["410 after 256", "an answer has at most 256 generations"];
+    assert!(expected.iter().all(|words| refused.contains(words)), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

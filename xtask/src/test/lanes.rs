@@ -441,6 +441,11 @@ fn with_rewards(context: &Context) -> Result<()> {
     let mut families = context.program("agent::sessions")?;
     families.args(["--nocapture", "oracle::"]).env("DRIFTLESS_FAMILIES_PYTHON", python);
     context.some(families.env("DRIFTLESS_FAMILIES_TEMPLATES", templates))?;
+    if let Some(checkpoint) = smollm2::present(&crate::cache_dir()?) {
+        let mut random = context.program("agent::sessions")?;
+        random.args(["--nocapture", "random::"]).env("DRIFTLESS_TOKENIZERS", checkpoint);
+        context.some(&mut random)?;
+    }
     let (python, made_of) = rewards::verifiers(&crate::cache_dir()?);
     let mut played = context.program("trainer::hooked")?;
     played.args(["--nocapture", "environment::"]).env("DRIFTLESS_VERIFIERS_PYTHON", python);
