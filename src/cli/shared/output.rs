@@ -1,11 +1,13 @@
 //! How results are printed: for people, or as one JSON document a line for scripts.
 
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::logs;
 use driftless::store::redact;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use tracing::Level;
 
 /// Whether errors are JSON: a signal's thread has to know, too.
 static JSON: AtomicBool = AtomicBool::new(false);
@@ -45,6 +47,7 @@ pub(crate) fn line_out(line: &str) -> Result<()> {
 
 /// Says why the command ends, with the error's causes, and returns the exit code.
 pub(crate) fn fail(error: &Error) -> u8 {
+    logs::flush();
     let code = error.exit_code();
     if error.is_closed_pipe() {
         return code;
@@ -57,7 +60,11 @@ pub(crate) fn fail(error: &Error) -> u8 {
     }
     let (message, hint) = (error.to_string(), error.hint());
     if JSON.load(Relaxed) {
-        say(&error_json(code, &message, &causes, hint.as_deref()));
+        write_err(&error_json(code, &message, &causes, hint.as_deref()));
+        return code;
+    }
+    if logs::is_json() {
+        tell_error(code, &message, &causes, hint.as_deref());
         return code;
     }
     say(&format!("error: {message}"));
@@ -71,9 +78,36 @@ pub(crate) fn error_json(code: u8, message: &str, because: &[String], hint: Opti
     json!({ "error": { "code": code, "message": message, "because": because, "hint": hint } }).to_string()
 }
 
+/// An error as a line of a log in JSON.
+pub(crate) fn tell_error(code: u8, message: &str, because: &[String], hint: Option<&str>) {
+    let because: Vec<_> = because.iter().map(|cause| without_secrets(cause)).collect();
+    let fields = [("code", json!(code)), ("because", json!(because)), ("hint", json!(hint.map(without_secrets)))];
+    let fields = fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect();
+    tell(Level::ERROR, message, &fields);
+}
+
 /// Says something to whoever still reads standard error.
 pub(crate) fn say(line: &str) {
+    if logs::is_json() {
+        tell(Level::INFO, line, &Map::new());
+    } else {
+        write_err(line);
+    }
+}
+
+fn tell(level: Level, message: &str, fields: &Map<String, Value>) {
+    let line = logs::object(level, &without_secrets(message), fields);
+    let _ = std::io::stderr().write_all(line.as_bytes());
+}
+
+/// Writes a line to standard error as it is, but for secrets.
+pub(crate) fn write_err(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", without_secrets(line));
+}
+
+/// Whether colours are wanted, where there is a terminal: <https://no-color.org>.
+pub(crate) fn has_colours() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|no| no.is_empty())
 }
 
 /// A text that may repeat what was given, with no URL in it that may hold a secret. Stores name themselves
@@ -95,7 +129,7 @@ pub(crate) fn printable(line: &str) -> String {
 }
 
 /// JSON that says the same, without what a terminal would obey: such characters stand in its strings alone.
-fn json_escaped(line: &str) -> String {
+pub(crate) fn json_escaped(line: &str) -> String {
     escaped(line, |letter| format!("\\u{:04x}", u32::from(letter)))
 }
 
