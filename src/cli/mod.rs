@@ -54,6 +54,12 @@ pub use shared::error::{bridge_code, buffer_code, transport_code};
 pub use shared::store::open as open_store;
 
 const AFTER_HELP: &str = "\
+A first version, of a checkpoint directory of yours (here: model), brought to another one, as beside an engine:
+  driftless publish --store versions --run first --new-run --checkpoint model
+  driftless follow --store versions --run first --checkpoint-dir copy --once
+  driftless status versions first
+The next version: `publish` once more, with --resume in place of --new-run. `driftless init` begins a training run.
+
 Exit codes:
   0  done
   1  failed; the message says what, where and what to do, and the state on disk is intact

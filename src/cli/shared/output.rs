@@ -81,7 +81,8 @@ pub(crate) fn error_json(code: u8, message: &str, because: &[String], hint: Opti
 /// An error as a line of a log in JSON.
 pub(crate) fn tell_error(code: u8, message: &str, because: &[String], hint: Option<&str>) {
     let because: Vec<_> = because.iter().map(|cause| without_secrets(cause)).collect();
-    let fields = [("code", json!(code)), ("because", json!(because)), ("hint", json!(hint.map(without_secrets)))];
+    let fields =
+        [("code", json!(code)), ("because", json!(because)), ("hint", json!(hint.map(without_secrets)))];
     let fields = fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect();
     tell(Level::ERROR, message, &fields);
 }
@@ -182,8 +183,75 @@ pub(crate) fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
+/// Columns of what is printed: as many as its terminal has, and at most as many as a line has off one.
+pub(crate) fn columns() -> usize {
+    const MOST: usize = 100;
+    const LEAST: usize = 20;
+    let size = rustix::termios::tcgetwinsize(std::io::stdout());
+    size.map_or(
+        MOST,
+        |size| if size.ws_col == 0 { MOST } else { usize::from(size.ws_col).clamp(LEAST, MOST) },
+    )
+}
+
+/// A line in lines of at most so many columns; those behind the first are indented a little further than it.
+pub(crate) fn folded(line: &str, columns: usize) -> Vec<String> {
+    if line.chars().count() <= columns {
+        return vec![line.to_owned()];
+    }
+    let text = line.trim_start_matches(' ');
+    let indent = (line.len() - text.len()).min(columns / 2);
+    let mut lines = wrapped(text.split_whitespace(), columns - indent, 2);
+    lines.iter_mut().for_each(|line| line.insert_str(0, &" ".repeat(indent)));
+    lines
+}
+
+/// Parts that belong together in lines of at most so many columns; all lines but the first are indented. A part that has
+/// no room in one is taken apart at its spaces, and a word that has none anywhere.
+pub(crate) fn wrapped<'a>(
+    parts: impl IntoIterator<Item = &'a str>,
+    columns: usize,
+    indent: usize,
+) -> Vec<String> {
+    let room = columns.saturating_sub(indent).max(1);
+    let is_long = |text: &str| text.chars().count() > room;
+    let words = |part: &'a str| part.split(if is_long(part) { &[' '][..] } else { &[] });
+    let (mut lines, mut length) = (vec![String::new()], 0);
+    for part in parts.into_iter().flat_map(words) {
+        for piece in pieces(part, room) {
+            let more = piece.chars().count();
+            let is_first = length == 0;
+            if !is_first && length + 1 + more > columns {
+                lines.push(" ".repeat(indent) + &piece);
+                length = indent + more;
+            } else if let Some(line) = lines.last_mut() {
+                line.push_str(if is_first { "" } else { " " });
+                line.push_str(&piece);
+                length += usize::from(!is_first) + more;
+            }
+        }
+    }
+    lines
+}
+
+/// A word in pieces of at most so many characters.
+fn pieces(word: &str, chars: usize) -> Vec<String> {
+    let letters: Vec<char> = word.chars().collect();
+    letters.chunks(chars).map(|piece| piece.iter().collect()).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn parts_that_have_no_room_go_into_indented_lines() {
+        let parts = ["one two", "three", "four five six seven", "abcdefghijklmno"];
+        let lines = super::wrapped(parts, 12, 2);
+        assert_eq!(lines, ["one two", "  three four", "  five six", "  seven", "  abcdefghij", "  klmno"]);
+        assert_eq!(super::wrapped(["a b", "c"], 100, 4), ["a b c"]);
+        assert_eq!(super::wrapped(["ab"], 1, 4), ["a", "    b"]);
+        assert_eq!(super::wrapped([], 10, 2), [""]);
+    }
+
     #[test]
     fn urls_with_secrets_are_cut_and_others_are_not() {
         let cut =

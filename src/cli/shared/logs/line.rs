@@ -195,7 +195,10 @@ mod tests {
         let line = |more, is_coloured| LogFormat::Text.line(&told(" WARN a: b\n", more), is_coloured);
         assert_eq!(line(0, false), "2025-11-29T17:29:06.000120Z  WARN a: b\n");
         assert_eq!(line(1, false), "2025-11-29T17:29:06.000120Z  WARN a: b (1 more time)\n");
-        assert_eq!(line(7, true), "\u{1b}[2m2025-11-29T17:29:06.000120Z\u{1b}[0m  WARN a: b (7 more times)\n");
+        assert_eq!(
+            line(7, true),
+            "\u{1b}[2m2025-11-29T17:29:06.000120Z\u{1b}[0m  WARN a: b (7 more times)\n"
+        );
     }
 
     #[test]
