@@ -83,12 +83,15 @@ fn store_and_run_are_given_as_words_or_as_flags() {
     let mut run = Run::new();
     run.publish();
     let by_flags = json(&mut run.command("status"));
-    let mut words = driftless();
-    words.arg("status").arg(run.path("store")).arg("test");
+    let words = || {
+        let mut words = driftless();
+        words.arg("status").arg(run.path("store")).arg("test");
+        words
+    };
     // What is given goes before a file of flags.
     let file = run.path("run.toml");
     std::fs::write(&file, "store = \"memory:\"\nrun = \"other\"\n").expect("a file");
-    for shown in [json(&mut words), json(words.arg("--config").arg(&file))] {
+    for shown in [json(&mut words()), json(words().arg("--config").arg(&file))] {
         assert_eq!((&shown["run_id"], &shown["run"]), (&by_flags["run_id"], &"test".into()), "{shown}");
     }
     let (status, said) = code(driftless().args(["status", "store"]));

@@ -117,6 +117,9 @@ fn work_that_may_last_is_shown_on_a_terminal_alone() {
     let [checkpoint, delta, log] = ["checkpoint", "step.delta", "log"].map(|name| run.path(name));
     let prompts = run.path("prompts.jsonl");
     std::fs::write(&prompts, "{\"input\": \"a\"}\n{\"input\": \"b\"}\n").expect("a file");
+    let steps = run.path("steps");
+    std::fs::create_dir(&steps).expect("a directory");
+    std::fs::write(steps.join("metrics.jsonl"), "").expect("a file");
     let with = |args: &[&str], paths: &[&Path]| {
         let mut command = driftless();
         command.args(args).args(paths);
@@ -133,7 +136,7 @@ fn work_that_may_last_is_shown_on_a_terminal_alone() {
             ("verify", with(&["log", "verify"], &[&log])),
             #[cfg(feature = "arrow")]
             ("export", with(&["log", "export"], &[&log, &run.path("out.parquet")])),
-            ("trace", with(&["trace", "-o"], &[&run.path("trace.json"), run.dir.path()])),
+            ("trace", with(&["trace", "-o"], &[&run.path("trace.json"), &steps])),
             ("gc", gc),
         ]
     };

@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A bar of `total` steps, on standard error so that results can be piped.
 pub(crate) fn bar(total: u64, what: &str) -> ProgressBar {
-    drawn(Some(total), what, "{prefix:>9} [{bar:30}] {pos}/{len} {elapsed} {msg}")
+    drawn(Some(total), what, style("{prefix:>9} [{bar:30}] {pos}/{len} {elapsed} {msg}"))
 }
 
 /// A bar of `total` bytes.
 pub(crate) fn bytes(total: u64, what: &str) -> ProgressBar {
-    drawn(Some(total), what, "{prefix:>9} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {msg}")
+    drawn(Some(total), what, style("{prefix:>9} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {msg}"))
 }
 
 /// A bar of a publication's tensors, in bytes, and what moves it.
@@ -29,11 +29,11 @@ pub(crate) fn publication() -> (ProgressBar, Box<ProgressFn>) {
 
 /// Work without a known end, of which `text` tells whenever it is drawn.
 pub(crate) fn work(what: &str, text: impl Fn() -> String + Clone + Send + Sync + 'static) -> ProgressBar {
-    let bar = drawn(None, what, "{prefix:>9} {spinner} {told}");
-    bar.set_style(bar.style().with_key("told", move |_: &ProgressState, out: &mut dyn std::fmt::Write| {
+    let told = move |_: &ProgressState, out: &mut dyn std::fmt::Write| {
         // Nothing is lost with a line that cannot be drawn.
         let _ = out.write_str(&text());
-    }));
+    };
+    let bar = drawn(None, what, style("{prefix:>9} {spinner} {told}").with_key("told", told));
     if !bar.is_hidden() {
         bar.enable_steady_tick(std::time::Duration::from_millis(125));
     }
@@ -71,22 +71,25 @@ pub(crate) fn during<T>(what: &str, units: &'static str, task: impl FnOnce(&Work
         }
     };
     let work = Work { bar: work(what, text), done };
-    work.bar.tick();
     let outcome = task(&work);
     work.bar.finish_and_clear();
     outcome
 }
 
 /// It is hidden where standard error is no terminal, and where its lines are for programs.
-fn drawn(total: Option<u64>, what: &str, template: &str) -> ProgressBar {
+fn drawn(total: Option<u64>, what: &str, style: ProgressStyle) -> ProgressBar {
     let target =
         if logs::is_json() { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(8) };
     let bar = ProgressBar::with_draw_target(total, target);
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style.progress_chars("=> "));
-    }
+    bar.set_style(style);
+    // This draws, and the next drawing is an eighth of a second away.
     bar.set_prefix(what.to_owned());
     bar
+}
+
+fn style(template: &str) -> ProgressStyle {
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    style.progress_chars("=> ")
 }
 
 #[cfg(test)]

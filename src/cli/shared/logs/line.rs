@@ -12,12 +12,11 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// How lines on standard error look.
+/// How lines on standard error look: for people, or an object each. Its values have no comments, because clap would show
+/// them, and spread out the help of every command for that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum LogFormat {
-    /// For people.
     Text,
-    /// An object a line, for programs.
     Json,
 }
 
