@@ -3,7 +3,7 @@
 use crate::cli::publish::PROFILES;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
-use crate::cli::shared::{numbers, paths};
+use crate::cli::shared::{numbers, paths, progress};
 use driftless::delta::bundle::{self, Bundle, Summary, Tensor};
 use driftless::delta::{Patch, Profile};
 use driftless::transport::checkpoint::write_checkpoint;
@@ -85,7 +85,9 @@ fn encode(base: &Path, new: &Path, file: &Path, profile: Profile, output: Output
     let (base, new) = (paths::checkpoint("BASE", base)?, paths::checkpoint("NEW", new)?);
     let begin = Instant::now();
     let mut bytes = Vec::new();
-    let summary = bundle::encode(&tensors(&base), &tensors(&new), profile, &mut bytes)?;
+    let summary = progress::during("encode", "", |_| {
+        bundle::encode(&tensors(&base), &tensors(&new), profile, &mut bytes)
+    })?;
     let elapsed_ms = begin.elapsed().as_secs_f64() * 1e3;
     // Written whole or not at all: a torn delta would only be found by whoever applies it.
     let partial = file.with_extension("partial");
@@ -111,12 +113,16 @@ fn apply(base: &Path, file: &Path, dir: &Path, output: Output) -> Result<()> {
     let bytes = read(file)?;
     let base = paths::checkpoint("BASE", base)?;
     let mut patches = BTreeMap::new();
-    Bundle::read(&bytes)?.decode(&tensors(&base), |index, patch| -> Result<()> {
-        patches.insert(index, patch.clone());
-        Ok(())
+    let changed_tensors = progress::during("apply", "tensors decoded", |work| -> Result<usize> {
+        Bundle::read(&bytes)?.decode(&tensors(&base), |index, patch| -> Result<()> {
+            work.add(1);
+            patches.insert(index, patch.clone());
+            Ok(())
+        })?;
+        let changed_tensors = patches.len();
+        write_checkpoint(dir, &Patched { base, patches }, SHARD_BYTES_MAX)?;
+        Ok(changed_tensors)
     })?;
-    let changed_tensors = patches.len();
-    write_checkpoint(dir, &Patched { base, patches }, SHARD_BYTES_MAX)?;
     let value = json!({"dir": dir.display().to_string(), "changed_tensors": changed_tensors});
     output.print(&value, |_| format!("{}: {changed_tensors} tensors changed", dir.display()))
 }
@@ -125,7 +131,7 @@ fn verify(base: &Path, file: &Path, new: &Path, output: Output) -> Result<()> {
     let bytes = read(file)?;
     let bundle = Bundle::read(&bytes)?;
     let (base, new) = (paths::checkpoint("BASE", base)?, paths::checkpoint("NEW", new)?);
-    bundle.verify(&tensors(&base), &tensors(&new))?;
+    progress::during("verify", "", |_| bundle.verify(&tensors(&base), &tensors(&new)))?;
     let Summary { tensors, elements, .. } = bundle.summary();
     let value = json!({"file": file.display().to_string(), "tensors": tensors, "elements": elements});
     output

@@ -5,7 +5,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, say, table};
 use crate::cli::shared::scratch::{self, Scratch};
 use crate::cli::shared::signals::{self, PAUSE_ENDS, stop_on_signals_or};
-use crate::cli::shared::{keys, numbers, paths, store};
+use crate::cli::shared::{keys, numbers, paths, progress, store};
 use crate::cli::train::evaluation::{DrawArgs, EvalArgs};
 use crate::cli::train::hooks::missing;
 use crate::cli::train::report::describe;
@@ -107,12 +107,18 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         left_paused(&told, Some(interrupted)).unwrap_or_else(|| signals::interruption("the evaluation"))
     })?;
     let (mut rows, mut printed) = (Vec::new(), Ok(()));
-    let outcome = evaluation.run(&stop, |measured| {
-        rows.extend(measured.eval.sets.iter().map(|(name, set)| row(measured, name, set)));
-        printed = if output.json { output.print(measured, |_| String::new()) } else { tell(measured) };
-        if printed.is_err() {
-            stop.stop();
-        }
+    let outcome = progress::during("eval", "versions", |work| {
+        evaluation.run(&stop, |measured| {
+            work.add(1);
+            rows.extend(measured.eval.sets.iter().map(|(name, set)| row(measured, name, set)));
+            printed = work.aside(|| match output.json {
+                true => output.print(measured, |_| String::new()),
+                false => tell(measured),
+            });
+            if printed.is_err() {
+                stop.stop();
+            }
+        })
     });
     if !evaluation.maybe_paused().is_empty() {
         let source = outcome.err().map(Error::from);

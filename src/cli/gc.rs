@@ -3,7 +3,7 @@
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
 use crate::cli::shared::run::{leases_json, leases_table, model, number};
-use crate::cli::shared::{numbers, store};
+use crate::cli::shared::{numbers, progress, store};
 use driftless::transport::gc::{Collection, GcOptions, Removed, collect};
 use driftless::transport::{Run, Version};
 use serde_json::json;
@@ -51,7 +51,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.keep = args.keep;
     options.lease_ttl = Duration::from_secs(args.lease_ttl);
     options.dry_run = args.dry_run;
-    let collection = collect(&run, &options)?;
+    let collection = progress::during("gc", "", |_| collect(&run, &options))?;
     let value = json!({
         "run": run.name(),
         "run_id": run.id(),

@@ -3,8 +3,8 @@
 use crate::cli::data::{self, source};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::keys::CallArgs;
-use crate::cli::shared::output::{Output, short};
-use crate::cli::shared::paths;
+use crate::cli::shared::output::{Output, columns, folded, short};
+use crate::cli::shared::{paths, progress};
 use driftless::bridge::connect;
 use driftless::bridge::engine::{About, Deadlines};
 use driftless::http::runtime;
@@ -92,7 +92,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         return Err(Error::usage("--out", "a file that is not there yet", found));
     }
     paths::check_checkpoint("--hf-checkpoint", &args.hf_checkpoint)?;
-    let looked = look(&args)?;
+    let looked = progress::during("init", "", |_| look(&args))?;
     let text = written(&args, &looked);
     let mut file =
         std::fs::OpenOptions::new().write(true).create_new(true).open(&args.out).map_err(io(&args.out))?;
@@ -105,8 +105,16 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         .collect();
     let out = args.out.display().to_string();
     output.print(&json!({"file": out, "prompts": looked.prompts, "silent": silent}), |_| {
-        let silent = if silent.is_empty() { String::new() } else { format!("no answer: {}\n", silent.join(", ")) };
-        format!("{silent}wrote {out}; read it, and then:\n  driftless train --config {out}\n  driftless follow --config {out}   # beside each engine")
+        let silent = (!silent.is_empty()).then(|| format!("no answer: {}", silent.join(", ")));
+        let columns = columns();
+        let prose = |line: &str| folded(line, columns);
+        let mut lines: Vec<_> = silent.iter().flat_map(|line| prose(line)).collect();
+        lines.extend(prose(&format!("wrote {out}; read it, and then:")));
+        // What is to be copied stays whole.
+        lines.push(format!("  driftless train --config {out}"));
+        lines.extend(prose("and beside each engine:"));
+        lines.push(format!("  driftless follow --config {out}"));
+        lines.join("\n")
     })
 }
 

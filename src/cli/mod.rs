@@ -44,9 +44,9 @@ mod verify;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser};
 use shared::error::{Error, Result};
+use shared::logs::{self, LogFormat};
 use shared::output::{self, Output};
 use std::ffi::OsString;
-use std::io::IsTerminal;
 use std::path::PathBuf;
 
 pub use publish::default_baseline;
@@ -54,6 +54,12 @@ pub use shared::error::{bridge_code, buffer_code, transport_code};
 pub use shared::store::open as open_store;
 
 const AFTER_HELP: &str = "\
+A first version, of a checkpoint directory of yours (here: model), brought to another one, as beside an engine:
+  driftless publish --store versions --run first --new-run --checkpoint model
+  driftless follow --store versions --run first --checkpoint-dir copy --once
+  driftless status versions first
+The next version: `publish` once more, with --resume in place of --new-run. `driftless init` begins a training run.
+
 Exit codes:
   0  done
   1  failed; the message says what, where and what to do, and the state on disk is intact
@@ -67,7 +73,7 @@ Exit codes:
   141  the reader of the results has closed the pipe
 
 Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output. With --json these are JSON,
-and so is the error that the command ends with.";
+and so is the error that the command ends with. With --log-format json each line on standard error is an object.";
 
 /// The version, and what it was built from.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("DRIFTLESS_BUILD"), ")");
@@ -85,6 +91,16 @@ struct Cli {
     /// TOML file of flags, of all commands or in tables such as [train]; flags that are given here go before it.
     #[arg(long, global = true, value_name = "FILE", help_heading = "With every command")]
     config: Option<PathBuf>,
+    /// What lines on standard error are: text, or a JSON object each, with time, level, message and fields.
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        value_name = "FORMAT",
+        default_value_t = LogFormat::Text,
+        help_heading = "With every command"
+    )]
+    log_format: LogFormat,
     /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors.
     #[arg(long, global = true, help_heading = "With every command")]
     die_with_parent: bool,
@@ -156,6 +172,7 @@ commands! {
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     let args: Vec<OsString> = args.into_iter().collect();
     let (told, is_json) = (args.len(), args.iter().any(|arg| arg == "--json"));
+    logs::foresee(&args);
     let args = match config::expanded(&command(), args) {
         Ok(args) => args,
         Err(error) => {
@@ -175,15 +192,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         }
     };
     let output = Output::new(cli.json);
-    tracing_subscriber::fmt()
-        // It would be told of standard error that is closed on standard error.
-        .log_internal_errors(false)
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
-        )
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .init();
+    logs::begin(cli.log_format);
     #[cfg(feature = "failpoints")]
     let _scenario = match shared::failpoints::arm() {
         Ok(scenario) => scenario,
@@ -194,7 +203,10 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     }
     shared::mapped::name_unreadable_files();
     match cli.command.run(output) {
-        Ok(()) => 0,
+        Ok(()) => {
+            logs::flush();
+            0
+        }
         Err(error) => output::fail(&error),
     }
 }
@@ -243,10 +255,10 @@ fn die_with_parent() {
 fn refuse(error: &clap::Error, json: bool) -> u8 {
     let code = u8::try_from(error.exit_code()).unwrap_or(2);
     let text = error.render().to_string();
+    let message = text.trim().trim_start_matches("error: ");
     match error.use_stderr() {
-        true if json => {
-            output::say(&output::error_json(code, text.trim().trim_start_matches("error: "), &[], None));
-        }
+        true if json => output::write_err(&output::error_json(code, message, &[], None)),
+        true if logs::is_json() => output::tell_error(code, message, &[], None),
         true if output::without_secrets(&text) != text => output::say(&text),
         // Nobody can be told that nobody listens.
         true => _ = error.print(),

@@ -2,7 +2,7 @@
 
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
-use crate::cli::shared::paths;
+use crate::cli::shared::{paths, progress};
 use driftless::torch::quantize_checkpoint;
 use serde_json::json;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("FROM", &args.from)?;
     paths::check_own("TO", &args.to, None)?;
-    quantize_checkpoint(&args.from, &args.to)?;
+    progress::during("quantize", "", |_| quantize_checkpoint(&args.from, &args.to))?;
     let place = args.to.display().to_string();
     output.print(&json!({ "hf_checkpoint": place }), |_| format!("in fp8: {place}"))
 }

@@ -2,6 +2,7 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
+use crate::cli::shared::progress;
 use driftless::transport::Replica;
 use driftless::transport::replica::Repaired;
 use std::path::PathBuf;
@@ -30,7 +31,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         let found = if args.dir.exists() { "no .driftless in it" } else { "no such directory" };
         return Err(Error::usage(format!("`{}`", args.dir.display()), expected, found));
     }
-    output.print(&Replica::repair(&args.dir)?, text)
+    let repaired = progress::during("repair", "", |_| Replica::repair(&args.dir))?;
+    output.print(&repaired, text)
 }
 
 fn text(repaired: &Repaired) -> String {

@@ -3,7 +3,7 @@
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::{Output, say};
 use crate::cli::shared::scratch::Scratch;
-use crate::cli::shared::{numbers, paths};
+use crate::cli::shared::{numbers, paths, progress};
 use crate::cli::train::deterministic;
 use driftless::torch::{Settings, TorchLearner};
 use driftless::trainer::learner::Learner;
@@ -43,8 +43,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let scratch = Scratch::new("replay");
     let options = ReplayOptions::new(args.run, &scratch.dir);
     let options = options.with_to(args.to).with_hf_checkpoint(args.hf_checkpoint);
-    let same = |step, of| say(&format!("step {step} of {of}: same as the run"));
-    output.print(&replay(&options, learner, same)?, shown)
+    let replayed = progress::during("replay", "steps", |work| {
+        replay(&options, learner, |step, of| {
+            work.add(1);
+            work.aside(|| say(&format!("step {step} of {of}: same as the run")));
+        })
+    })?;
+    output.print(&replayed, shown)
 }
 
 /// A learner of libtorch as the run had it.

@@ -3,7 +3,7 @@
 use crate::cli::log::texts::{TOKENIZER_BYTES_MAX, log_in};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, printable};
-use crate::cli::shared::paths;
+use crate::cli::shared::{paths, progress};
 use driftless::agent::{Tokenizer, atif};
 use driftless::trainer::ledger;
 use driftless::verify::{Report, Unchecked, verify};
@@ -60,11 +60,15 @@ fn of_files(paths: &[PathBuf], tokenizer: Option<&Path>, output: Output) -> Resu
         Ok::<_, Error>(Tokenizer::from_bytes(path, &bytes)?)
     };
     let mut checker = atif::Checker::new(tokenizer.map(open).transpose()?);
-    for path in paths {
-        for file in files(path)? {
-            checker.file(&file.display().to_string(), &paths::read("--atif", &file, ATIF_BYTES_MAX)?)?;
+    progress::during("verify", "files", |work| -> Result<()> {
+        for path in paths {
+            for file in files(path)? {
+                checker.file(&file.display().to_string(), &paths::read("--atif", &file, ATIF_BYTES_MAX)?)?;
+                work.add(1);
+            }
         }
-    }
+        Ok(())
+    })?;
     let report = checker.into_report();
     output.print(&report, shown_of_files)?;
     match report.faults {
@@ -97,7 +101,7 @@ fn of_run(run: PathBuf, output: Output) -> Result<()> {
         let expected = format!("the directory of a run, with {} and its log", ledger::FILE);
         return Err(Error::usage(run.display().to_string(), expected, "one without a ledger"));
     }
-    let report = verify(&run, &log_in(run.clone()))?;
+    let report = progress::during("verify", "", |_| verify(&run, &log_in(run.clone())))?;
     output.print(&report, shown)?;
     match report.faults {
         0 => Ok(()),

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// A model and prompts, as `init` is given them.
-fn init(dir: &Path) -> Command {
+pub(crate) fn init(dir: &Path) -> Command {
     let model = checkpoint(dir);
     let config = r#"{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}"#;
     std::fs::write(model.join("config.json"), config).expect("a file");

@@ -30,6 +30,46 @@ fn help_examples_are_not_wrapped_and_global_options_come_last() {
 }
 
 #[test]
+fn help_leads_to_a_first_published_version() {
+    let run = Run::new();
+    run.made.write(&run.path("model"));
+    let help = text(driftless().arg("--help"));
+    let lines = help.lines().filter_map(|line| line.strip_prefix("  driftless "));
+    let said: Vec<_> = lines
+        .map(|line| {
+            let mut command = driftless();
+            command.args(line.split_whitespace()).current_dir(run.dir.path());
+            text(command.env("XDG_CACHE_HOME", run.path("cache")))
+        })
+        .collect();
+    assert_eq!(said.len(), 3, "{help}");
+    assert!(said[2].contains("run first") && said[2].contains("version 0: full"), "{said:?}");
+    assert!(run.path("copy/config.json").is_file());
+}
+
+#[test]
+fn flags_of_train_stand_below_headings() {
+    let help = text(driftless().args(["train", "--help"]).env("COLUMNS", "100"));
+    let heading_of = |flag: &str| {
+        assert!(help.lines().any(|line| line.trim_start().starts_with(flag)), "{flag}: {help}");
+        let above = help.lines().take_while(|line| !line.trim_start().starts_with(flag));
+        let is_heading = |line: &&str| !line.starts_with(' ') && line.ends_with(':');
+        above.filter(is_heading).last().unwrap_or_default().to_owned()
+    };
+    for (flag, heading) in [("--save ", "The run:"), ("--seed ", "The run:"), ("--lr ", "Learning:")] {
+        assert_eq!(heading_of(flag), heading, "{flag}");
+    }
+    // A build without libtorch has none.
+    if help.contains("--device ") {
+        assert_eq!(heading_of("--device "), "Device:");
+    }
+    let (_, options) = help.split_once("\nOptions:\n").expect("what is left");
+    let options = options.lines().take_while(|line| line.is_empty() || line.starts_with(' '));
+    let flags: Vec<_> = options.filter(|line| line.trim_start().starts_with('-')).collect();
+    assert!(flags.iter().all(|line| line.contains("--help")), "{flags:?}");
+}
+
+#[test]
 fn version_names_what_it_was_built_from() {
     let version = run(driftless().arg("-V"));
     assert!(version.starts_with(concat!("driftless ", env!("CARGO_PKG_VERSION"), " (")), "{version}");

@@ -1,7 +1,7 @@
 //! `driftless status`: what a trainer and its followers left in a store.
 
 use crate::Run;
-use crate::common::{json, run};
+use crate::common::{code, driftless, json, run};
 use driftless_testkit::sglang::{Fake, checkpoint};
 use driftless_testkit::tree::tree;
 use std::path::PathBuf;
@@ -76,6 +76,28 @@ fn status_of_leases_that_tell_nothing_says_which_and_why() {
     let text = status(&run);
     assert!(text.contains("the lease of broken cannot be read: ") && text.contains("none yet"), "{text}");
     assert!(!text.contains('\u{1b}'), "{text:?}");
+}
+
+#[test]
+fn store_and_run_are_given_as_words_or_as_flags() {
+    let mut run = Run::new();
+    run.publish();
+    let by_flags = json(&mut run.command("status"));
+    let words = || {
+        let mut words = driftless();
+        words.arg("status").arg(run.path("store")).arg("test");
+        words
+    };
+    // What is given goes before a file of flags.
+    let file = run.path("run.toml");
+    std::fs::write(&file, "store = \"memory:\"\nrun = \"other\"\n").expect("a file");
+    for shown in [json(&mut words()), json(words().arg("--config").arg(&file))] {
+        assert_eq!((&shown["run_id"], &shown["run"]), (&by_flags["run_id"], &"test".into()), "{shown}");
+    }
+    let (status, said) = code(driftless().args(["status", "store"]));
+    assert!(status == Some(2) && said.contains("RUN"), "{status:?}: {said}");
+    let (status, said) = code(run.command("status").args(["other", "words"]));
+    assert!(status == Some(2) && said.contains("--store"), "{status:?}: {said}");
 }
 
 /// As people see it.

@@ -1,19 +1,10 @@
 //! `driftless top`: what it prints of a run's files, and what it draws on a terminal.
 
 use crate::common::{driftless, json as reported, output, run};
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use rustix::termios::{Winsize, tcsetwinsize};
+use crate::terminal::{Drawing, Streams, on_terminal};
 use serde_json::{Value, json};
-use std::fs::File;
-use std::io::{Read as _, Write as _};
-use std::os::fd::OwnedFd;
+use std::io::Write as _;
 use std::path::Path;
-use std::process::{Child, Stdio};
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
-
-/// For something to be drawn.
-const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Writes the files of a run of two steps, one engine of which is lost.
 fn run_of_two_steps(dir: &Path) {
@@ -70,57 +61,11 @@ fn directory_that_is_not_there_is_named() {
     assert!(said.status.code() == Some(2) && text.contains("/nonexistent/run"), "{text}");
 }
 
-/// `top` on a terminal.
-struct Drawing {
-    child: Child,
-    /// The terminal's other side, where keys come from, and what was drawn.
-    keys: File,
-    drawn: Receiver<Vec<u8>>,
-}
-
 /// `top` on a terminal of so many columns.
-fn on_terminal(dir: &Path, columns: u16, no_color: &str) -> Drawing {
-    let terminal =
-        openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a terminal");
-    grantpt(&terminal).and_then(|()| unlockpt(&terminal)).expect("a terminal");
-    let size = Winsize { ws_row: 30, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-    tcsetwinsize(&terminal, size).expect("a size");
-    let name = ptsname(&terminal, Vec::new()).expect("its name");
-    let side = || {
-        let path = Path::new(name.to_str().expect("a path"));
-        Stdio::from(OwnedFd::from(File::options().read(true).write(true).open(path).expect("its side")))
-    };
+fn top_on_terminal(dir: &Path, columns: u16, no_color: &str) -> Drawing {
     let mut command = driftless();
     command.args(["--die-with-parent", "top"]).arg(dir).env("NO_COLOR", no_color);
-    let child = command.stdin(side()).stdout(side()).stderr(side()).spawn().expect("a process");
-    drop(command);
-    let keys = File::from(terminal);
-    let (mut side, (send, drawn)) = (keys.try_clone().expect("its other side"), channel());
-    std::thread::spawn(move || {
-        let mut chunk = [0; 4096];
-        // It ends with an error once nothing has the terminal open.
-        while let Ok(count) = side.read(&mut chunk) {
-            if send.send(chunk[..count].to_vec()).is_err() {
-                return;
-            }
-        }
-    });
-    Drawing { child, keys, drawn }
-}
-
-impl Drawing {
-    /// What is drawn until `text` is among it.
-    fn until(&self, text: &str) -> String {
-        let (mut drawn, end) = (Vec::new(), Instant::now() + DEADLINE);
-        while !String::from_utf8_lossy(&drawn).contains(text) {
-            // Each frame has something, so that waiting for each would never end.
-            match self.drawn.recv_timeout(end.saturating_duration_since(Instant::now())) {
-                Ok(chunk) => drawn.extend_from_slice(&chunk),
-                Err(error) => panic!("{text}: {error}: {:?}", String::from_utf8_lossy(&drawn)),
-            }
-        }
-        String::from_utf8_lossy(&drawn).into_owned()
-    }
+    on_terminal(command, columns, Streams::All)
 }
 
 #[test]
@@ -130,7 +75,7 @@ fn terminal_is_drawn_on_and_given_back_as_it_was() {
     let dir = tempfile::tempdir().expect("a directory");
     run_of_two_steps(dir.path());
     for (columns, no_color, colour) in [(100, "", true), (40, "1", false)] {
-        let mut top = on_terminal(dir.path(), columns, no_color);
+        let mut top = top_on_terminal(dir.path(), columns, no_color);
         let first = top.until("http://b");
         assert_eq!(first.contains(RED), colour, "{first:?}");
         // What is added is drawn without being asked for.
@@ -148,7 +93,7 @@ fn terminal_is_drawn_on_and_given_back_as_it_was() {
 fn top_ends_with_its_terminal() {
     let dir = tempfile::tempdir().expect("a directory");
     run_of_two_steps(dir.path());
-    let mut top = on_terminal(dir.path(), 80, "1");
+    let mut top = top_on_terminal(dir.path(), 80, "1");
     top.until("http://b");
     drop((top.keys, top.drawn));
     // The thread that reads has the last handle, and ends with the next frame.

@@ -10,7 +10,7 @@ use std::process::Command;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Directory that gets the files [default: target/release-files]. An earlier release there is removed.
+    /// Directory that gets the files [default: target/release-files]. What this command has put there earlier is removed.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Only for these processors; may be given several times [default: all].
@@ -52,8 +52,12 @@ const FEATURES: &str = "cli";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The file of checksums.
 const SUMS: &str = "SHA256SUMS";
+/// What tells a directory that this command has filled from one into which somebody has downloaded a release.
+const MARKER: &str = ".made-by-xtask-release";
 /// The names that `ssh-keygen -Y` signs for and under.
 const NAMESPACE: &str = "driftless-release";
+/// Who may have signed, as `ssh-keygen -Y verify` wants it.
+const SIGNERS: &str = "allowed_signers";
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let out = options.out.clone().unwrap_or_else(|| target_dir().join("release-files"));
@@ -72,6 +76,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     crates(&out)?;
     write(&out, &format!("driftless-{VERSION}.cdx.json"), &format!("{:#}\n", bill_of_materials()?))?;
     write(&out, "NOTES.md", &notes(&read("CHANGELOG.md")?, options.sign_key.is_some())?)?;
+    if let Some(key) = &options.sign_key {
+        write(&out, SIGNERS, &signer(key)?)?;
+    }
     sums(&out)?;
     if let Some(key) = &options.sign_key {
         sign(key, &out)?;
@@ -80,18 +87,18 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     process::run(Command::new("ls").args(["-l", "--human-readable"]).arg(&out))
 }
 
-/// Makes a directory empty that is absent, empty, or of an earlier release, also of one that did not end.
+/// Makes a directory empty that is absent, empty, or was filled by this command, also if that did not end.
 fn emptied(dir: &Path) -> Result<()> {
     if dir.exists() {
-        let is_release = dir.join(SUMS).is_file();
-        if !is_release && fs::read_dir(dir).map_err(Error::io(dir))?.next().is_some() {
-            let expected = format!("a directory that is absent, empty, or has a release's {SUMS}");
+        let is_ours = dir.join(MARKER).is_file();
+        if !is_ours && fs::read_dir(dir).map_err(Error::io(dir))?.next().is_some() {
+            let expected = format!("a directory that is absent, empty, or has this command's {MARKER}");
             return Err(Error::check("--out", expected, dir.display().to_string()));
         }
         fs::remove_dir_all(dir).map_err(Error::io(dir))?;
     }
     fs::create_dir_all(dir).map_err(Error::io(dir))?;
-    write(dir, SUMS, "")
+    write(dir, MARKER, "")
 }
 
 struct Tools {
@@ -266,18 +273,32 @@ fn notes(changelog: &str, is_signed: bool) -> Result<String> {
     );
     if is_signed {
         notes += &format!(
-            "    ssh-keygen -Y verify -f allowed_signers -I {NAMESPACE} -n {NAMESPACE} -s SHA256SUMS.sig < SHA256SUMS\n"
+            "    ssh-keygen -Y verify -f {SIGNERS} -I {NAMESPACE} -n {NAMESPACE} -s {SUMS}.sig < {SUMS}\n\n\
+             The key in `{SIGNERS}` has to be the one of the releases before, or one that you have from elsewhere: whoever \
+             changes these files can change that one too.\n"
         );
+    } else {
+        notes += "\nThese checksums are not signed.\n";
     }
     Ok(notes)
 }
 
 fn sums(out: &Path) -> Result<()> {
     let mut all = files(out)?;
-    all.retain(|file| file != Path::new(SUMS));
+    all.retain(|file| ![SUMS, MARKER].iter().any(|name| file == Path::new(name)));
     all.extend(files(&out.join("crates"))?.into_iter().map(|file| Path::new("crates").join(file)));
     let sums = process::output(Command::new("sha256sum").args(all).current_dir(out))?;
     write(out, SUMS, &sums)
+}
+
+/// The line for the public half of this key.
+fn signer(key: &Path) -> Result<String> {
+    let public = process::output(Command::new("ssh-keygen").args(["-y", "-f"]).arg(key))?;
+    let mut words = public.split_whitespace();
+    match (words.next(), words.next()) {
+        (Some(kind), Some(public)) => Ok(format!("{NAMESPACE} namespaces=\"{NAMESPACE}\" {kind} {public}\n")),
+        _ => Err(Error::check("ssh-keygen -y", "a kind and a key", public)),
+    }
 }
 
 fn sign(key: &Path, out: &Path) -> Result<()> {
@@ -324,18 +345,87 @@ mod tests {
         assert_eq!(found, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
     }
 
+    fn directory(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("driftless-release-{name}-{}", std::process::id()))
+    }
+
     #[test]
     fn directory_of_something_else_is_not_emptied() {
-        let out = std::env::temp_dir().join(format!("driftless-release-{}", std::process::id()));
+        let out = directory("emptied");
         emptied(&out).unwrap();
         write(&out, "half.whl", "").unwrap();
         emptied(&out).unwrap();
-        assert_eq!(files(&out).unwrap(), [PathBuf::from(SUMS)]);
-        fs::remove_file(out.join(SUMS)).unwrap();
+        assert_eq!(files(&out).unwrap(), [PathBuf::from(MARKER)]);
+        // What somebody has downloaded has checksums, and no marker.
+        fs::remove_file(out.join(MARKER)).unwrap();
+        write(&out, SUMS, "").unwrap();
         write(&out, "thesis.tex", "").unwrap();
-        assert!(emptied(&out).unwrap_err().to_string().contains("SHA256SUMS"));
+        assert!(emptied(&out).unwrap_err().to_string().contains(MARKER));
         assert!(out.join("thesis.tex").is_file());
         fs::remove_dir_all(&out).unwrap();
+    }
+
+    #[test]
+    fn signature_is_verified_as_the_notes_say() {
+        let out = directory("signed");
+        emptied(&out).unwrap();
+        fs::create_dir(out.join("crates")).unwrap();
+        let key = directory("key");
+        let mut made = Command::new("ssh-keygen");
+        process::run(made.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(&key)).unwrap();
+        write(&out, "driftless.whl", "a wheel").unwrap();
+        write(&out, SIGNERS, &signer(&key).unwrap()).unwrap();
+        sums(&out).unwrap();
+        sign(&key, &out).unwrap();
+        assert!(!fs::read_to_string(out.join(SUMS)).unwrap().contains(MARKER), "it goes to nobody");
+        let notes = notes(&format!("## {VERSION}\n\n- this\n"), true).unwrap();
+        let commands: Vec<_> = notes.lines().filter_map(|line| line.strip_prefix("    ")).collect();
+        assert_eq!(commands.len(), 2, "{notes}");
+        let script = format!("set -e\n{}", commands.join("\n"));
+        let check = || Command::new("sh").args(["-c", &script]).current_dir(&out).output().unwrap();
+        let said = check();
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+        // A file and its checksum that were changed together.
+        write(&out, "driftless.whl", "another wheel").unwrap();
+        let sums =
+            process::output(Command::new("sha256sum").args(["driftless.whl"]).current_dir(&out)).unwrap();
+        write(&out, SUMS, &sums).unwrap();
+        assert!(!check().status.success());
+        for path in [&key, &key.with_extension("pub")] {
+            fs::remove_file(path).unwrap();
+        }
+        fs::remove_dir_all(&out).unwrap();
+    }
+
+    /// What the workflow runs to make a release, with `cargo` printing its arguments; what was printed.
+    fn workflow(sign_key: &str) -> String {
+        let text = read(".github/workflows/release.yml").unwrap();
+        let step = text.split("- name: files").nth(1).unwrap();
+        let script = step.split("run: |\n").nth(1).unwrap();
+        let lines = script.lines().take_while(|line| line.starts_with("          ")).map(str::trim_start);
+        let script =
+            format!("cargo() {{ echo \"cargo $*\"; }}\nset -e\n{}", lines.collect::<Vec<_>>().join("\n"));
+        let dir = directory(&format!("workflow-{}", sign_key.len()));
+        fs::create_dir_all(dir.join("release-files")).unwrap();
+        fs::write(dir.join("release-files/NOTES.md"), "what is new\n").unwrap();
+        let mut run = Command::new("bash");
+        run.args(["-c", &script]).current_dir(&dir).env("SIGN_KEY", sign_key).env("RUNNER_TEMP", &dir);
+        let said = run.env("GITHUB_STEP_SUMMARY", dir.join("summary")).output().unwrap();
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+        assert_eq!(fs::read_to_string(dir.join("summary")).unwrap(), "what is new\n");
+        assert!(!dir.join("sign-key").exists(), "the key does not stay");
+        fs::remove_dir_all(&dir).unwrap();
+        String::from_utf8(said.stdout).unwrap()
+    }
+
+    #[test]
+    fn workflow_signs_with_the_secret_or_says_that_it_does_not() {
+        let said = workflow("a key");
+        assert!(said.contains("cargo xtask release --out release-files --sign-key "), "{said}");
+        assert!(!said.contains("::warning"), "{said}");
+        let said = workflow("");
+        assert!(said.contains("cargo xtask release --out release-files\n"), "{said}");
+        assert!(said.contains("::warning") && said.contains("RELEASE_SIGN_KEY"), "{said}");
     }
 
     #[test]
@@ -347,5 +437,7 @@ mod tests {
         assert!(notes.contains("- this") && notes.contains("SHA256SUMS.sig"), "{notes}");
         assert!(!notes.contains("newer") && !notes.contains("older"), "{notes}");
         assert!(super::notes("# Changelog\n", false).is_err());
+        let unsigned = super::notes(&changelog, false).unwrap();
+        assert!(!unsigned.contains("ssh-keygen") && unsigned.contains("not signed"), "{unsigned}");
     }
 }

@@ -1,12 +1,13 @@
 //! What was found and what to do, and how it is shown. Texts may be others': no terminal obeys them.
 
-use crate::cli::shared::output::cut;
+use crate::cli::shared::output::{columns, cut, folded};
 use serde::Serialize;
 
-/// Columns of a line.
-const COLUMNS: usize = 100;
 /// Before what was found: the name and the state.
 const INDENT: usize = 22;
+/// Columns below which what was found has lines of its own, and what these begin with.
+const NARROW: usize = 60;
+const NARROW_INDENT: usize = 4;
 /// Most characters of one text.
 const CHARS: usize = 800;
 
@@ -77,6 +78,10 @@ impl Report {
 
     /// Lines under headings, and a sum.
     pub(super) fn text(&self) -> String {
+        self.text_in(columns())
+    }
+
+    fn text_in(&self, columns: usize) -> String {
         let mut lines = Vec::new();
         let mut group = "";
         for finding in &self.findings {
@@ -85,7 +90,7 @@ impl Report {
                 lines.extend((!lines.is_empty()).then(String::new));
                 lines.push(group.to_owned());
             }
-            lines.append(&mut finding.lines());
+            lines.append(&mut finding.lines(columns));
         }
         let sum = format!("{}, {}", counted(self.problems, "problem"), counted(self.notes, "note"));
         lines.extend([String::new(), sum]);
@@ -94,7 +99,7 @@ impl Report {
 }
 
 impl Finding {
-    fn lines(&self) -> Vec<String> {
+    fn lines(&self, columns: usize) -> Vec<String> {
         let state = match self.state {
             State::Ok => "ok",
             State::Note => "note",
@@ -102,7 +107,12 @@ impl Finding {
         };
         let advice = self.advice.as_ref().map(|advice| format!("do: {advice}"));
         let texts = std::iter::once(&self.found).chain(&advice);
-        let mut lines: Vec<_> = texts.flat_map(|text| wrapped(&cut(text, CHARS))).collect();
+        if columns < NARROW {
+            let texts = texts.flat_map(|text| wrapped(&cut(text, CHARS), NARROW_INDENT, columns));
+            let texts = texts.flat_map(|line| folded(&line, columns));
+            return std::iter::once(format!("  {} {state}", self.name)).chain(texts).collect();
+        }
+        let mut lines: Vec<_> = texts.flat_map(|text| wrapped(&cut(text, CHARS), INDENT, columns)).collect();
         if let Some(first) = lines.first_mut() {
             first.replace_range(..INDENT, &format!("  {:<11}{state:<9}", self.name));
         }
@@ -110,18 +120,19 @@ impl Finding {
     }
 }
 
-/// A text in lines of at most [`COLUMNS`], unless a word is longer.
-fn wrapped(text: &str) -> Vec<String> {
-    let indent = " ".repeat(INDENT);
+/// A text in lines of at most so many columns, unless a word is longer.
+fn wrapped(text: &str, indent: usize, columns: usize) -> Vec<String> {
+    let length = indent;
+    let indent = " ".repeat(length);
     let mut lines = vec![indent.clone()];
     for word in text.split_whitespace() {
-        let room = COLUMNS.saturating_sub(lines.last().map_or(0, |line| line.chars().count()));
-        let is_first = lines.last().is_some_and(|line| line.len() == INDENT);
+        let room = columns.saturating_sub(lines.last().map_or(0, |line| line.chars().count()));
+        let is_first = lines.last().is_some_and(|line| line.len() == length);
         if !is_first && room <= word.chars().count() {
             lines.push(indent.clone());
         }
         if let Some(line) = lines.last_mut() {
-            if line.len() > INDENT {
+            if line.len() > length {
                 line.push(' ');
             }
             line.push_str(word);
@@ -151,7 +162,7 @@ mod tests {
             store.problem("reach", "a\u{1b}[2Jb", "x ".repeat(60)),
         ]);
         assert_eq!((report.problems, report.notes), (1, 1));
-        let text = report.text();
+        let text = report.text_in(100);
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(
             lines[..6],
@@ -166,15 +177,26 @@ mod tests {
         );
         assert_eq!(lines[6], "  reach      problem  a [2Jb");
         assert!(lines[7].starts_with("                      do: x x") && lines[8].ends_with("x"), "{text}");
-        assert!(lines.iter().all(|line| line.chars().count() <= COLUMNS), "{text}");
+        assert!(lines.iter().all(|line| line.chars().count() <= 100), "{text}");
         assert_eq!(lines.last(), Some(&"1 problem, 1 note"));
     }
 
     #[test]
     fn long_words_stay_whole_and_long_texts_end() {
         let url = "u".repeat(120);
-        assert_eq!(wrapped(&format!("a {url} b")).len(), 3);
+        assert_eq!(wrapped(&format!("a {url} b"), INDENT, 100).len(), 3);
         let finding = Group("g").ok("n", "y".repeat(CHARS + 1));
-        assert!(finding.lines()[0].ends_with("y…"));
+        assert!(finding.lines(100)[0].ends_with("y…"));
+    }
+
+    #[test]
+    fn narrow_terminal_has_findings_below_their_names() {
+        let found =
+            Group("engines").problem("engine", format!("http://{}", "u".repeat(60)), "start it ".repeat(9));
+        let text = Report::new(vec![found]).text_in(40);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[..2], ["engines", "  engine problem"]);
+        assert!(lines[2].starts_with("    http://u") && text.contains("    do: start it"), "{text}");
+        assert!(lines.iter().all(|line| line.chars().count() <= 40), "{text}");
     }
 }

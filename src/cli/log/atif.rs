@@ -5,6 +5,7 @@ use super::texts::Texts;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::paths;
+use crate::cli::shared::progress::{self, Work};
 use driftless::agent::atif::{Agent, Sampled, Trajectory, VERSION};
 use driftless::bridge::engine::ReplyDigest;
 use driftless::buffer::sample::{ColumnId, Verdict};
@@ -71,7 +72,8 @@ pub(super) fn run(dir: &Path, args: &Args, log: &Path, output: Output) -> Result
     let unfinished = PathBuf::from([dir.as_os_str(), ".new".as_ref()].iter().copied().collect::<OsString>());
     check_new(&unfinished)?;
     std::fs::create_dir_all(&unfinished).map_err(io(&unfinished))?;
-    let written = write(&texts, &positions, &unfinished).inspect_err(|_| {
+    let task = |work: &Work| write(&texts, &positions, &unfinished, work);
+    let written = progress::during("export", "trajectories", task).inspect_err(|_| {
         // The error being returned matters more.
         let _ = std::fs::remove_dir_all(&unfinished);
     })?;
@@ -103,7 +105,7 @@ fn check_new(dir: &Path) -> Result<()> {
     }
 }
 
-fn write(texts: &Texts, positions: &Range<Position>, dir: &Path) -> Result<Exported> {
+fn write(texts: &Texts, positions: &Range<Position>, dir: &Path, work: &Work) -> Result<Exported> {
     let reader = texts.reader();
     let Samples { learned, measured, damaged } = Samples::read(reader, positions)?;
     let mut exported = Exported { trajectories: 0, damaged };
@@ -119,6 +121,7 @@ fn write(texts: &Texts, positions: &Range<Position>, dir: &Path) -> Result<Expor
             let name = if part == 0 { format!("answer-{number}") } else { format!("answer-{number}.{part}") };
             one(texts, &record, dir, &name, &format!("answer-{number}"))?;
             exported.trajectories += 1;
+            work.add(1);
         }
     }
     for position in measured {
@@ -126,6 +129,7 @@ fn write(texts: &Texts, positions: &Range<Position>, dir: &Path) -> Result<Expor
         let name = format!("evaluation-{}", position.0);
         one(texts, &record, dir, &name, &name)?;
         exported.trajectories += 1;
+        work.add(1);
     }
     Ok(exported)
 }

@@ -4,7 +4,7 @@ use super::atif;
 use super::texts::{Texts, log_of};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
-use crate::cli::shared::{numbers, paths};
+use crate::cli::shared::{numbers, paths, progress};
 use driftless::buffer::export::{TextColumns, export_arrow, export_parquet};
 use driftless::buffer::{Position, Reader, Record};
 use driftless::trainer::sample::label_text;
@@ -79,11 +79,7 @@ fn table(file: &Path, args: &Args, log: &Path, output: Output) -> Result<()> {
     paths::check_outside("FILE", file, "the log", log)?;
     let reader = Reader::open(log)?;
     let texts = args.text.then(|| Texts::open(log, args.hf_checkpoint.as_deref())).transpose()?;
-    let of = |record: &Record| texts.as_ref().map_or_else(Vec::new, |texts| columns(texts, record));
-    let columns = match args.text {
-        true => TextColumns { names: &["prompt", "response", "label"], of: &of },
-        false => TextColumns::NONE,
-    };
+    let names: &[&str] = if args.text { &["prompt", "response", "label"] } else { &[] };
     let positions = args.positions(&reader);
     let from = positions.start.0;
     let io = |source| Error::Io { path: file.to_owned(), source };
@@ -91,10 +87,17 @@ fn table(file: &Path, args: &Args, log: &Path, output: Output) -> Result<()> {
     let mut unfinished = file.as_os_str().to_owned();
     unfinished.push(".new");
     let out = BufWriter::new(File::create(&unfinished).map_err(io)?);
-    let written = match format {
-        Format::Arrow => export_arrow(&reader, positions, columns, out),
-        Format::Parquet => export_parquet(&reader, positions, columns, out),
-    };
+    let written = progress::during("export", "records", |work| {
+        let of = |record: &Record| {
+            work.add(1);
+            texts.as_ref().map_or_else(Vec::new, |texts| columns(texts, record))
+        };
+        let columns = TextColumns { names, of: &of };
+        match format {
+            Format::Arrow => export_arrow(&reader, positions, columns, out),
+            Format::Parquet => export_parquet(&reader, positions, columns, out),
+        }
+    });
     let exported = written.inspect_err(|_| {
         // The error being returned matters more.
         let _ = std::fs::remove_file(&unfinished);

@@ -4,6 +4,7 @@ use super::texts::{TOKENIZER_BYTES_MAX, log_in};
 use crate::cli::data::source;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
+use crate::cli::shared::progress::{self, Work};
 use crate::cli::shared::{numbers, paths};
 use driftless::buffer::{
     self, Identity, Kind, Log, Options, Producer, PromptState, Reader, Sample, Scalars, SyncPolicy,
@@ -83,6 +84,14 @@ impl Sink {
 pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
     args.dir = log_in(args.dir);
     let args = &args;
+    let imported = progress::during("import", "prompts", |work| import(args, work))?;
+    output.print(&imported, |done| match done.prompts {
+        0 => "no prompts".to_owned(),
+        prompts => format!("{prompts} prompts, ids {} to {}", done.first_id, done.next_id - 1),
+    })
+}
+
+fn import(args: &Args, work: &Work) -> Result<Imported> {
     // Everything is read once before anything is written: a bad line costs nothing.
     for file in &args.files {
         each(args, file, |_| Ok(()))?;
@@ -98,6 +107,7 @@ pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
     let mut batch = Vec::new();
     for file in &args.files {
         each(args, file, |prompt| {
+            work.add(1);
             batch.push(prompt);
             if batch.len() == BATCH { flush(&sink, &mut batch, &mut next_id) } else { Ok(()) }
         })?;
@@ -106,10 +116,7 @@ pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
     if let Sink::Own(log) = sink {
         log.close()?;
     }
-    output.print(&Imported { prompts: next_id - first_id, first_id, next_id }, |done| match done.prompts {
-        0 => "no prompts".to_owned(),
-        prompts => format!("{prompts} prompts, ids {} to {}", done.first_id, done.next_id - 1),
-    })
+    Ok(Imported { prompts: next_id - first_id, first_id, next_id })
 }
 
 fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {

@@ -9,8 +9,8 @@ pub(in crate::cli) mod show;
 pub(in crate::cli) mod texts;
 
 use crate::cli::shared::error::{Error, Result};
-use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, fail};
+use crate::cli::shared::{numbers, progress};
 use driftless::buffer::check::{Damage, Severity, Stat};
 use driftless::buffer::{self, Kind, Position, Reader, Record};
 use serde_json::{Value, json};
@@ -113,7 +113,8 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
 }
 
 fn verify(dir: &Path, output: Output) -> Result<()> {
-    let report = buffer::check::verify(&log_of(dir)?)?;
+    let log = log_of(dir)?;
+    let report = progress::during("verify", "", |_| buffer::check::verify(&log))?;
     output.print(&report, |report| {
         let line = |damage: &Damage| {
             let Damage { path, offset, what, severity, .. } = damage;

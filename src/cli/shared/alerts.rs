@@ -34,4 +34,32 @@ mod tests {
             assert!(!remedy(alert.name()).is_empty(), "{alert:?}");
         }
     }
+
+    #[test]
+    fn remedies_name_flags_that_commands_have() {
+        let command = crate::cli::command();
+        let commands =
+            command.get_subcommands().flat_map(|sub| std::iter::once(sub).chain(sub.get_subcommands()));
+        let known: Vec<_> =
+            commands.flat_map(|sub| sub.get_arguments().filter_map(|arg| arg.get_long())).collect();
+        let remedies = Alert::ALL.map(|alert| remedy(alert.name())).join("\n");
+        let page = include_str!("../dashboard/page/goodput.js").lines();
+        // Others have names of colours.
+        let page: String = page.filter(|line| line.trim_start().starts_with("[\"")).collect();
+        let flags = |text: &str| -> Vec<String> {
+            let name = |rest: &str| {
+                rest.split(|letter: char| !letter.is_ascii_lowercase() && letter != '-')
+                    .next()
+                    .map(str::to_owned)
+            };
+            let names = text.split("--").skip(1).filter_map(name);
+            names.filter(|name| name.starts_with(|letter: char| letter.is_ascii_lowercase())).collect()
+        };
+        for text in [&*remedies, &*page] {
+            let flags = flags(text);
+            assert!(!flags.is_empty(), "{text}");
+            let lost: Vec<_> = flags.iter().filter(|flag| !known.contains(&flag.as_str())).collect();
+            assert!(lost.is_empty(), "no command has {lost:?}");
+        }
+    }
 }

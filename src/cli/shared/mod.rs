@@ -2,7 +2,7 @@
 //!
 //! | File | Is |
 //! |---|---|
-//! | `error`, `output`, `progress` | how a command ends, prints, and shows that it goes on |
+//! | `error`, `output`, `progress`, `logs` | how a command ends, prints, shows that it goes on, and logs |
 //! | `paths`, `numbers`, `keys` | what flags name, checked before anything is made |
 //! | `run`, `store`, `slime`, `transport`, `engines` | flags that commands share: runs, stores, slime's layout, ways of weights, which engines are taken and how they came by a version |
 //! | `timeline`, `alerts` | what the files of a run say: when everything happened, and what to do about an alert |
@@ -15,6 +15,7 @@ pub(crate) mod error;
 #[cfg(feature = "failpoints")]
 pub(crate) mod failpoints;
 pub(crate) mod keys;
+pub(crate) mod logs;
 pub(crate) mod mapped;
 pub(crate) mod numbers;
 pub(crate) mod output;

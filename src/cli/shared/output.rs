@@ -1,11 +1,13 @@
 //! How results are printed: for people, or as one JSON document a line for scripts.
 
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::logs;
 use driftless::store::redact;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use tracing::Level;
 
 /// Whether errors are JSON: a signal's thread has to know, too.
 static JSON: AtomicBool = AtomicBool::new(false);
@@ -45,6 +47,7 @@ pub(crate) fn line_out(line: &str) -> Result<()> {
 
 /// Says why the command ends, with the error's causes, and returns the exit code.
 pub(crate) fn fail(error: &Error) -> u8 {
+    logs::flush();
     let code = error.exit_code();
     if error.is_closed_pipe() {
         return code;
@@ -57,7 +60,11 @@ pub(crate) fn fail(error: &Error) -> u8 {
     }
     let (message, hint) = (error.to_string(), error.hint());
     if JSON.load(Relaxed) {
-        say(&error_json(code, &message, &causes, hint.as_deref()));
+        write_err(&error_json(code, &message, &causes, hint.as_deref()));
+        return code;
+    }
+    if logs::is_json() {
+        tell_error(code, &message, &causes, hint.as_deref());
         return code;
     }
     say(&format!("error: {message}"));
@@ -71,9 +78,37 @@ pub(crate) fn error_json(code: u8, message: &str, because: &[String], hint: Opti
     json!({ "error": { "code": code, "message": message, "because": because, "hint": hint } }).to_string()
 }
 
+/// An error as a line of a log in JSON.
+pub(crate) fn tell_error(code: u8, message: &str, because: &[String], hint: Option<&str>) {
+    let because: Vec<_> = because.iter().map(|cause| without_secrets(cause)).collect();
+    let fields =
+        [("code", json!(code)), ("because", json!(because)), ("hint", json!(hint.map(without_secrets)))];
+    let fields = fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect();
+    tell(Level::ERROR, message, &fields);
+}
+
 /// Says something to whoever still reads standard error.
 pub(crate) fn say(line: &str) {
+    if logs::is_json() {
+        tell(Level::INFO, line, &Map::new());
+    } else {
+        write_err(line);
+    }
+}
+
+fn tell(level: Level, message: &str, fields: &Map<String, Value>) {
+    let line = logs::object(level, &without_secrets(message), fields);
+    let _ = std::io::stderr().write_all(line.as_bytes());
+}
+
+/// Writes a line to standard error as it is, but for secrets.
+pub(crate) fn write_err(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", without_secrets(line));
+}
+
+/// Whether colours are wanted, where there is a terminal: <https://no-color.org>.
+pub(crate) fn has_colours() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|no| no.is_empty())
 }
 
 /// A text that may repeat what was given, with no URL in it that may hold a secret. Stores name themselves
@@ -95,7 +130,7 @@ pub(crate) fn printable(line: &str) -> String {
 }
 
 /// JSON that says the same, without what a terminal would obey: such characters stand in its strings alone.
-fn json_escaped(line: &str) -> String {
+pub(crate) fn json_escaped(line: &str) -> String {
     escaped(line, |letter| format!("\\u{:04x}", u32::from(letter)))
 }
 
@@ -148,8 +183,75 @@ pub(crate) fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
+/// Columns of what is printed: as many as its terminal has, and at most as many as a line has off one.
+pub(crate) fn columns() -> usize {
+    const MOST: usize = 100;
+    const LEAST: usize = 20;
+    let size = rustix::termios::tcgetwinsize(std::io::stdout());
+    size.map_or(
+        MOST,
+        |size| if size.ws_col == 0 { MOST } else { usize::from(size.ws_col).clamp(LEAST, MOST) },
+    )
+}
+
+/// A line in lines of at most so many columns; those behind the first are indented a little further than it.
+pub(crate) fn folded(line: &str, columns: usize) -> Vec<String> {
+    if line.chars().count() <= columns {
+        return vec![line.to_owned()];
+    }
+    let text = line.trim_start_matches(' ');
+    let indent = (line.len() - text.len()).min(columns / 2);
+    let mut lines = wrapped(text.split_whitespace(), columns - indent, 2);
+    lines.iter_mut().for_each(|line| line.insert_str(0, &" ".repeat(indent)));
+    lines
+}
+
+/// Parts that belong together in lines of at most so many columns; all lines but the first are indented. A part that has
+/// no room in one is taken apart at its spaces, and a word that has none anywhere.
+pub(crate) fn wrapped<'a>(
+    parts: impl IntoIterator<Item = &'a str>,
+    columns: usize,
+    indent: usize,
+) -> Vec<String> {
+    let room = columns.saturating_sub(indent).max(1);
+    let is_long = |text: &str| text.chars().count() > room;
+    let words = |part: &'a str| part.split(if is_long(part) { &[' '][..] } else { &[] });
+    let (mut lines, mut length) = (vec![String::new()], 0);
+    for part in parts.into_iter().flat_map(words) {
+        for piece in pieces(part, room) {
+            let more = piece.chars().count();
+            let is_first = length == 0;
+            if !is_first && length + 1 + more > columns {
+                lines.push(" ".repeat(indent) + &piece);
+                length = indent + more;
+            } else if let Some(line) = lines.last_mut() {
+                line.push_str(if is_first { "" } else { " " });
+                line.push_str(&piece);
+                length += usize::from(!is_first) + more;
+            }
+        }
+    }
+    lines
+}
+
+/// A word in pieces of at most so many characters.
+fn pieces(word: &str, chars: usize) -> Vec<String> {
+    let letters: Vec<char> = word.chars().collect();
+    letters.chunks(chars).map(|piece| piece.iter().collect()).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn parts_that_have_no_room_go_into_indented_lines() {
+        let parts = ["one two", "three", "four five six seven", "abcdefghijklmno"];
+        let lines = super::wrapped(parts, 12, 2);
+        assert_eq!(lines, ["one two", "  three four", "  five six", "  seven", "  abcdefghij", "  klmno"]);
+        assert_eq!(super::wrapped(["a b", "c"], 100, 4), ["a b c"]);
+        assert_eq!(super::wrapped(["ab"], 1, 4), ["a", "    b"]);
+        assert_eq!(super::wrapped([], 10, 2), [""]);
+    }
+
     #[test]
     fn urls_with_secrets_are_cut_and_others_are_not() {
         let cut =

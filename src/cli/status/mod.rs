@@ -4,7 +4,7 @@ mod show;
 
 pub(super) use show::duration;
 
-use crate::cli::shared::error::Result;
+use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::run::{kind, model, stored_bytes};
 use crate::cli::shared::store;
@@ -29,19 +29,25 @@ this host's clock.
   compared  how the live weights were compared with the version
 
 Examples:
-  driftless status --store s3://weights/team --run my-run
-  driftless status --store file:///shared/store --run my-run --json | jq '.followers[] | select(.live | not)'";
+  driftless status s3://weights/team my-run
+  driftless status file:///shared/store my-run --json | jq '.followers[] | select(.live | not)'";
 
 /// Show how a run is doing: the trainer's newest version, each follower, each engine.
 #[derive(clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Args {
     /// Store that the run is in: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
-    #[arg(long, value_name = "URL")]
-    store: String,
+    #[arg(value_name = "STORE", required_unless_present = "store", conflicts_with = "store")]
+    in_store: Option<String>,
     /// Name of the run.
+    #[arg(value_name = "RUN", required_unless_present = "run", conflicts_with = "run")]
+    of_run: Option<String>,
+    /// The store, for scripts and --config.
+    #[arg(long, value_name = "URL")]
+    store: Option<String>,
+    /// The run, likewise.
     #[arg(long, value_name = "NAME")]
-    run: String,
+    run: Option<String>,
     /// Model of the run [default: the only one].
     #[arg(long)]
     model: Option<String>,
@@ -111,7 +117,8 @@ struct Engine {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
-    let run = Run::open(store::open(&args.store)?, &args.run)?;
+    let (store, run) = place(&args)?;
+    let run = Run::open(store::open(store)?, run)?;
     let model = model(&run, args.model)?;
     let now = SystemTime::now();
     let (trainer, followers) = match &model {
@@ -124,6 +131,17 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     };
     let shown = Shown { run: run.name().to_owned(), run_id: run.id(), model, trainer, followers };
     output.print(&shown, Shown::text)
+}
+
+/// The store and the run, whichever way they are given.
+fn place(args: &Args) -> Result<(&str, &str)> {
+    let store = args.in_store.as_ref().or(args.store.as_ref());
+    let run = args.of_run.as_ref().or(args.run.as_ref());
+    // The parser asks for both.
+    store
+        .map(String::as_str)
+        .zip(run.map(String::as_str))
+        .ok_or_else(|| Error::usage("status", "STORE RUN", "none"))
 }
 
 /// The newest version, with the store's date of its manifest.

@@ -3,36 +3,42 @@
 
 use super::{Acknowledged, Engine, Follower, Shown, Trainer};
 use crate::cli::shared::engines::{came_by, listed};
-use crate::cli::shared::output::{cut, short, table};
+use crate::cli::shared::output::{columns, cut, folded, short, table};
 use crate::cli::shared::run::kind_text;
 use driftless::transport::gc::Compared;
 use indicatif::HumanBytes;
 
-/// Columns of a table.
-const COLUMNS: usize = 100;
+/// Columns from which on a table is one: off a terminal there are so many.
+const WIDE: usize = 100;
 /// Characters of a name and of an engine's URL.
 const NAME_CHARS: usize = 24;
 const URL_CHARS: usize = 44;
 
 impl Shown {
     pub(super) fn text(&self) -> String {
+        self.text_in(columns())
+    }
+
+    /// In lines of at most so many columns, but for what engines said.
+    fn text_in(&self, columns: usize) -> String {
         let model = self.model.as_deref().map_or_else(String::new, |model| format!(", model {model}"));
         let mut parts = vec![format!("run {} ({}){model}", self.run, self.run_id)];
         parts.push(self.trainer.as_ref().map_or_else(|| "no version yet".to_owned(), Trainer::text));
         if self.followers.is_empty() {
             parts.push("no follower has a lease".to_owned());
-            return parts.join("\n");
+        } else {
+            parts.push(String::new());
+            const HEADER: [&str; 7] = ["follower", "version", "lag", "lease", "prepare", "bytes", "in step"];
+            parts.extend(lines(&HEADER, self.followers.iter().map(Follower::row).collect(), columns));
+            parts.extend(self.followers.iter().filter_map(Follower::note));
         }
-        parts.push(String::new());
-        const HEADER: [&str; 7] = ["follower", "version", "lag", "lease", "prepare", "bytes", "in step"];
-        parts.extend(lines(&HEADER, self.followers.iter().map(Follower::row).collect()));
-        parts.extend(self.followers.iter().filter_map(Follower::note));
         let rows: Vec<_> = self.followers.iter().flat_map(Follower::engines).collect();
         if !rows.is_empty() {
             parts.push(String::new());
-            parts.extend(lines(&["engine", "state", "pause", "by", "compared"], rows));
+            parts.extend(lines(&["engine", "state", "pause", "by", "compared"], rows, columns));
         }
-        parts.join("\n")
+        let fold = |line: &String| if columns < WIDE { folded(line, columns) } else { vec![line.clone()] };
+        parts.iter().flat_map(fold).collect::<Vec<_>>().join("\n")
     }
 }
 
@@ -42,12 +48,28 @@ struct Row {
     notes: Vec<String>,
 }
 
-/// The lines of a table, none longer than [`COLUMNS`], with the notes below their rows.
-fn lines(header: &[&str], rows: Vec<Row>) -> Vec<String> {
+/// The lines of a table, none longer than so many columns, with the notes below their rows. A table that has no room in a
+/// narrow terminal has a line a cell instead.
+fn lines(header: &[&str], rows: Vec<Row>, columns: usize) -> Vec<String> {
     let table = table(header, rows.iter().map(|row| row.cells.clone()));
+    if columns < WIDE && table.lines().any(|line| line.chars().count() > columns) {
+        return rows.into_iter().flat_map(|row| row.stacked(header)).collect();
+    }
     let mut notes = std::iter::once(Vec::new()).chain(rows.into_iter().map(|row| row.notes));
-    let with_notes = |line| std::iter::once(cut(line, COLUMNS)).chain(notes.next().unwrap_or_default());
+    let with_notes = |line| std::iter::once(cut(line, columns)).chain(notes.next().unwrap_or_default());
     table.lines().flat_map(with_notes).collect()
+}
+
+impl Row {
+    /// Its first cell, and below it the others by their names, then its notes.
+    fn stacked(self, header: &[&str]) -> Vec<String> {
+        let mut cells = self.cells.into_iter();
+        let first = cells.next().unwrap_or_default();
+        let indent = " ".repeat(first.len() - first.trim_start().len() + 2);
+        let named = header.iter().skip(1).zip(cells).filter(|(_, cell)| cell != "-");
+        let named: Vec<_> = named.map(|(name, cell)| format!("{indent}{name}: {cell}")).collect();
+        std::iter::once(first).chain(named).chain(self.notes).collect()
+    }
 }
 
 impl Trainer {
@@ -181,6 +203,10 @@ mod tests {
 
     /// What is shown where the newest version is 7, of these leases: name, age in seconds, bytes.
     fn text(leases: &[(&str, u64, Vec<u8>)]) -> String {
+        shown(leases).text_in(WIDE)
+    }
+
+    fn shown(leases: &[(&str, u64, Vec<u8>)]) -> Shown {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
         let follower = |(name, age, bytes): &(&str, u64, Vec<u8>)| {
             let key = Key::new(format!("r/followers/{name}")).expect("a key");
@@ -201,7 +227,7 @@ mod tests {
         let run_id: RunId = serde_json::from_value(json!("ab".repeat(16))).expect("an id");
         let (run, model) = ("my-run".to_owned(), Some("policy".to_owned()));
         let followers = leases.iter().filter_map(follower).collect();
-        Shown { run, run_id, model, trainer: Some(trainer), followers }.text()
+        Shown { run, run_id, model, trainer: Some(trainer), followers }
     }
 
     fn lease(version: u64, engines: &Value) -> Vec<u8> {
@@ -285,6 +311,26 @@ mod tests {
     }
 
     #[test]
+    fn narrow_terminal_has_a_line_for_each_cell() {
+        let engine = json!({
+            "url": "http://engine-17.rack-4.example.com:30000", "label": "a:5", "pause_ms": 516.0,
+            "how": {"loaded": {"why": "no plugin was seen beside it"}}, "error": "HTTP 500",
+        });
+        let shown = shown(&[("host-of-a-long-name", 12, lease(7, &json!([engine])))]);
+        let text = shown.text_in(40);
+        assert!(text.lines().all(|line| line.chars().count() <= 40), "{text}");
+        for line in ["host-of-a-long-name", "  version: 7", "  lease: live, 12 s old", "    pause: 516 ms"] {
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
+        let squeezed = |text: &str| text.split_whitespace().collect::<String>();
+        for words in ["http://engine-17.rack-4.example.com:30000", "no plugin was seen beside it", "HTTP 500"]
+        {
+            assert!(squeezed(&text).contains(&squeezed(words)), "{words}: {text}");
+        }
+        assert_eq!(text.lines().next(), Some("run my-run"), "{text}");
+    }
+
+    #[test]
     fn hostile_texts_stay_in_their_lines_and_columns() {
         let evil = "\u{1b}[2J\n\u{202e}\u{9b}1A".repeat(99);
         let engine = json!({
@@ -302,7 +348,7 @@ mod tests {
         assert!(!text.contains(is_order), "{text:?}");
         let (tables, notes): (Vec<&str>, Vec<&str>) =
             lines.iter().partition(|line| !line.starts_with("    "));
-        assert!(tables.iter().all(|line| line.chars().count() <= COLUMNS), "{tables:#?}");
+        assert!(tables.iter().all(|line| line.chars().count() <= WIDE), "{tables:#?}");
         assert_eq!(notes.len(), 4);
         assert!(notes.iter().all(|line| line.chars().count() < 230), "{notes:#?}");
     }

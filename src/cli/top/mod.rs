@@ -5,7 +5,7 @@ mod seen;
 
 use crate::cli::dashboard::read::Files;
 use crate::cli::shared::error::{Error, Result};
-use crate::cli::shared::output::Output;
+use crate::cli::shared::output::{Output, has_colours};
 use crate::cli::shared::paths;
 use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
 use driftless::store::wait::Stop;
@@ -93,7 +93,7 @@ fn watch(
     files: &mut Files,
     stop: &Stop,
 ) -> Result<End> {
-    let has_colours = std::env::var_os("NO_COLOR").is_none_or(|no| no.is_empty());
+    let has_colours = has_colours();
     while !stop.is_stopped() {
         files.look()?;
         let (seen, now) = (Seen::of(files, draw::TREND_CHARS), SystemTime::now());

@@ -5,6 +5,7 @@ mod rows;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::paths;
+use crate::cli::shared::progress::{self, Work};
 use crate::cli::shared::timeline::is_answer;
 use driftless::buffer::{self, Reader};
 use driftless::trainer::events::{EARLIER, EVENTS};
@@ -69,7 +70,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let mut unfinished = args.output.clone().into_os_string();
     unfinished.push(".new");
     let file = File::create(&unfinished).map_err(io)?;
-    let traced = write(&args, BufWriter::new(file), io).inspect_err(|_| {
+    let task = |work: &Work| write(&args, BufWriter::new(file), io, work);
+    let traced = progress::during("trace", "answers", task).inspect_err(|_| {
         // The error being returned matters more.
         let _ = std::fs::remove_file(&unfinished);
     })?;
@@ -94,7 +96,7 @@ fn text(traced: &Traced, file: &Path) -> String {
 }
 
 /// Reads the run once, a line and a record at a time, and writes what it says.
-fn write(args: &Args, out: impl Write, io: impl Fn(std::io::Error) -> Error) -> Result<Traced> {
+fn write(args: &Args, out: impl Write, io: impl Fn(std::io::Error) -> Error, work: &Work) -> Result<Traced> {
     let (mut trace, mut traced) = (Trace::begin(out).map_err(&io)?, Traced::default());
     let is_asked = |step: u64| args.steps.as_ref().is_none_or(|steps| steps.contains(&step));
     let mut window: Option<Range<u64>> = None;
@@ -132,6 +134,7 @@ fn write(args: &Args, out: impl Write, io: impl Fn(std::io::Error) -> Error) -> 
                 }
             };
             if is_answer(&record) && is_asked(record.scalars().rollout_id) {
+                work.add(1);
                 let is_timed = trace.sample(&record).map_err(&io)?.is_some();
                 traced.samples += u64::from(is_timed);
                 traced.samples_without_times += u64::from(!is_timed);

@@ -71,6 +71,9 @@ Examples:
 A run that was interrupted is continued by the same command: from its last training checkpoint, with the
 rollouts that are already in its log.";
 
+/// Heading of what says where libtorch computes.
+#[cfg(feature = "torch")]
+const DEVICE: &str = "Device";
 /// Prompts of a step of RL, unless told.
 const BATCH_SIZE: u64 = 32;
 /// Learning rate of RL, unless told.
@@ -78,7 +81,7 @@ const LR: f64 = 1e-6;
 
 /// Train a policy: SFT, or the RL loop with external engines.
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, next_help_heading = "The run")]
 pub(crate) struct Args {
     /// What to minimise.
     #[arg(long, value_enum, default_value_t = LossType::Policy)]
@@ -108,25 +111,32 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Learning rate [default: 1e-6; for SFT 1e-5, of fresh weights 1e-3].
-    #[arg(long, value_parser = numbers::positive)]
+    #[arg(long, value_parser = numbers::positive, help_heading = "Learning")]
     lr: Option<f64>,
     /// CPU threads of libtorch.
     #[cfg(feature = "torch")]
-    #[arg(long, default_value_t = 2, value_parser = numbers::count::<usize>())]
+    #[arg(long, default_value_t = 2, value_parser = numbers::count::<usize>(), help_heading = DEVICE)]
     num_threads: usize,
     /// Where to train: cpu, or cuda:N; of several GPUs: cuda.
     #[cfg(feature = "torch")]
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, default_value = "cpu", help_heading = DEVICE)]
     device: String,
     /// The same bits from the same samples and seed each time, on one kind of device; what it costs is in
     /// trainer/torch/README.md. Engines sample as they do.
     #[cfg(feature = "torch")]
-    #[arg(long, conflicts_with = "learner")]
+    #[arg(long, conflicts_with = "learner", help_heading = DEVICE)]
     deterministic: bool,
     /// GPUs of this host that train together, a process each, with their optimiser states shared out; with
     /// --device cpu, processes.
     #[cfg(feature = "torch")]
-    #[arg(long, value_name = "GPUS", default_value_t = 1, value_parser = numbers::count::<usize>(), conflicts_with = "learner")]
+    #[arg(
+        long,
+        value_name = "GPUS",
+        default_value_t = 1,
+        value_parser = numbers::count::<usize>(),
+        conflicts_with = "learner",
+        help_heading = DEVICE
+    )]
     actor_num_gpus_per_node: usize,
     #[cfg(feature = "torch")]
     #[command(flatten)]

@@ -3,13 +3,13 @@
 
 use crate::cli::shared::alerts::remedy;
 use crate::cli::shared::error::flag;
-use crate::cli::shared::output::say;
+use crate::cli::shared::logs;
+use crate::cli::shared::output::{say, wrapped};
 use crate::cli::shared::progress;
 use crate::cli::train::report;
 use driftless::trainer::events::{Event, Fact};
 use driftless::trainer::metrics::StepMetrics;
 use indicatif::ProgressBar;
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -19,6 +19,13 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The same for samples, which take their time.
 const PATIENCE_FOR_SAMPLES: Duration = Duration::from_secs(60);
+
+/// What begins each line.
+const PREFIX: &str = "rl: ";
+/// Columns that the lines of a step have with it.
+const COLUMNS: usize = 100;
+/// Before what a step's first line had no room for.
+const INDENT: usize = 4;
 
 /// Shows a run of so many steps, and counts those that are done.
 pub(super) struct Show {
@@ -100,7 +107,7 @@ impl Show {
                 self.progress(step.rollout_id + 1);
                 self.bar.set_message(format!("reward {:.3}", step.reward));
                 if self.bar.is_hidden() {
-                    self.line(&describe(step, self.steps));
+                    self.line(&lines(&describe(step, self.steps), logs::is_json()));
                 }
             }
             _ => {}
@@ -128,7 +135,7 @@ impl Show {
 
     /// A line above the bar; plain where there is no bar to be seen.
     fn line(&self, text: &str) {
-        let text = format!("rl: {text}");
+        let text = format!("{PREFIX}{text}");
         if self.bar.is_hidden() { say(&text) } else { self.bar.println(text) }
     }
 }
@@ -175,39 +182,45 @@ fn tell_waits(waits: &Receiver<Option<Wait>>) {
     }
 }
 
-/// A step in one line. Times are in seconds; what is usual is left out.
-fn describe(step: &StepMetrics, of: u64) -> String {
+/// Parts of a step in one line, or with what has no room there in further ones. An object has one.
+fn lines(parts: &[String], is_object: bool) -> String {
+    if is_object {
+        return parts.join(" ");
+    }
+    wrapped(parts.iter().map(String::as_str), COLUMNS - PREFIX.len(), INDENT).join("\n    ")
+}
+
+/// A step in parts. Times are in seconds; what is usual is left out.
+fn describe(step: &StepMetrics, of: u64) -> Vec<String> {
     let seconds = |milliseconds: f64| milliseconds / 1e3;
-    let StepMetrics { reward, response_length, .. } = step;
-    let (number, generate, train) = (step.rollout_id + 1, seconds(step.generate_ms), seconds(step.train_ms));
-    let mut line = format!(
-        "step {number}/{of} reward {reward:.3} len {response_length:.1} gen {generate:.1} s train {train:.1} s"
-    );
-    // Writing to a string cannot fail.
+    let mut parts = vec![
+        format!("step {}/{of}", step.rollout_id + 1),
+        format!("reward {:.3}", step.reward),
+        format!("len {:.1}", step.response_length),
+        format!("gen {:.1} s", seconds(step.generate_ms)),
+        format!("train {:.1} s", seconds(step.train_ms)),
+    ];
     if let Some(published) = &step.publication {
         let update = seconds(published.encode_publish_ms + published.convergence_ms.unwrap_or_default());
-        let _ = write!(line, " update {update:.1} s v{}", published.version);
+        parts.push(format!("update {update:.1} s v{}", published.version));
         if published.engines_behind > 0 {
-            let _ = write!(line, " without {} engines", published.engines_behind);
+            parts.push(format!("without {} engines", published.engines_behind));
         }
         if published.not_compared.is_some() {
-            line.push_str(" not compared");
+            parts.push("not compared".to_owned());
         }
     }
-    for (name, count) in [("failed", step.groups_failed), ("filtered", step.groups_filtered)] {
-        if count > 0 {
-            let _ = write!(line, " {name} {count}");
-        }
-    }
+    let counts = [("failed", step.groups_failed), ("filtered", step.groups_filtered)];
+    parts
+        .extend(counts.iter().filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")));
     if !step.answers_failed.is_empty() {
-        let again = step.answers_made_again;
-        let _ =
-            write!(line, " answers failed: {}, made again {again}", report::failures(&step.answers_failed));
+        let (failed, again) = (report::failures(&step.answers_failed), step.answers_made_again);
+        parts.push(format!("answers failed: {failed}, made again {again}"));
     }
     if step.skipped {
-        line.push_str(" left out");
+        parts.push("left out".to_owned());
     }
-    line
+    parts
 }
 
 #[cfg(test)]
@@ -234,24 +247,62 @@ mod tests {
         }
     }
 
+    /// As it is printed off a terminal.
+    fn line(step: &StepMetrics) -> String {
+        lines(&describe(step, 40), false)
+    }
+
     #[test]
     fn step_is_one_line_and_unusual_things_are_in_it() {
-        let line = describe(&step(), 40);
-        assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s update 0.4 s v13");
+        assert_eq!(line(&step()), "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s update 0.4 s v13");
         let mut uncompared = step();
         uncompared.publication.as_mut().expect("a publication").not_compared =
             Some("e: no plugin".to_owned());
-        assert!(describe(&uncompared, 40).ends_with(" v13 not compared"));
+        assert!(line(&uncompared).ends_with(" v13 not compared"));
         let odd = StepMetrics { groups_failed: 2, skipped: true, publication: None, ..step() };
-        let line = describe(&odd, 40);
-        assert_eq!(line, "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s failed 2 left out");
+        assert_eq!(line(&odd), "step 12/40 reward 0.350 len 22.7 gen 3.5 s train 8.1 s failed 2 left out");
         let died = StepMetrics {
             answers_failed: [(Failure::Environment, 3), (Failure::Parser, 1)].into(),
             answers_made_again: 2,
             ..step()
         };
-        let line = describe(&died, 40);
-        assert!(line.ends_with(" v13 answers failed: environment 3, parser 1, made again 2"), "{line}");
+        let line = line(&died);
+        let expected = " v13\n        answers failed: environment 3, parser 1, made again 2";
+        assert!(line.ends_with(expected), "{line}");
+    }
+
+    #[test]
+    fn step_that_has_much_to_tell_keeps_within_its_columns() {
+        let publication = PublicationMetrics {
+            version: 98_765,
+            convergence_ms: Some(12_345_678.0),
+            engines_behind: 12,
+            not_compared: Some("e: no plugin".to_owned()),
+            ..Default::default()
+        };
+        let outcomes = [Failure::Environment, Failure::Parser];
+        let much = StepMetrics {
+            rollout_id: 98_764,
+            reward: -1234.567,
+            response_length: 123_456.7,
+            generate_ms: 98_765_432.0,
+            train_ms: 98_765_432.0,
+            groups_failed: 1234,
+            groups_filtered: 5678,
+            answers_failed: outcomes.map(|outcome| (outcome, u64::MAX)).into(),
+            answers_made_again: u64::MAX,
+            skipped: true,
+            publication: Some(publication),
+            ..StepMetrics::default()
+        };
+        let parts = describe(&much, 100_000);
+        let text = format!("{PREFIX}{}", lines(&parts, false));
+        assert!(text.lines().count() > 1, "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= COLUMNS), "{text}");
+        assert!(text.lines().skip(1).all(|line| line.starts_with("        ")), "{text}");
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(words(&text)[1..], words(&parts.join(" ")), "nothing is lost");
+        assert_eq!(lines(&parts, true), parts.join(" "));
     }
 
     #[test]
