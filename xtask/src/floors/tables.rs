@@ -154,7 +154,8 @@ pub(super) const HOUSES: &[House] = &[
         below: &["driftless-bridge", "driftless-http", "driftless-store"],
         lines_max: LINES_MAX,
         floors: &[
-            &["error", "recent", "tools"],
+            &["error", "json"],
+            &["recent", "tools"],
             &["message"],
             &["chat", "journal", "tokenizer", "wire"],
             &["atif", "family", "gateway"],
