@@ -18,6 +18,7 @@ pub struct Clock(Arc<dyn Fn() -> u64 + Send + Sync>);
 
 impl Clock {
     /// A clock of one's own.
+    #[must_use]
     pub fn new(now: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
         Clock(Arc::new(now))
     }

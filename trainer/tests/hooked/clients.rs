@@ -17,7 +17,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokio::sync::Barrier;
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-                        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+                        {% if add_generation_prompt %}<|im_start|>assistant\n{{ mode }}{% endif %}";
 
 /// A program that asks by OpenAI's protocol. `turns` go on from each other; a conversation begins with `question`.
 const ASKING: &str = r#"
@@ -100,6 +100,7 @@ def answer(turn: Turn) -> None:
         let (whole, other) = (&answer[0], &answer[1]);
         let text = tokenizer.decode(&whole.tokens).unwrap();
         assert!(text.contains(&format!("What is {sample}?")) && text.matches("and?").count() == 2, "{text}");
+        assert_eq!(text.matches("assistant\n(short)").count(), 3, "the run's variables: {text}");
         assert_eq!([whole, other].map(|one| one.loss_mask.iter().filter(|mask| **mask == 1).count()), [6, 2]);
         // The engine's log-probability of a token is how many it had read.
         let reads =
@@ -247,6 +248,11 @@ async fn checkpoint_whose_conversations_are_unknown_is_refused_by_name() {
     let options = HookOptions::new("cat").with_clients(dir.path().to_owned());
     let refused = Hook::open("--custom-generate-command", &options).unwrap_err();
     assert!(matches!(refused, Error::Agent(_)), "{refused}");
+    checkpoint(dir.path());
+    let mut options = options;
+    options.variables = Some("[1]".to_owned());
+    let refused = Hook::open("--custom-generate-command", &options).unwrap_err().to_string();
+    assert!(refused.contains("a JSON object, found `[1]`"), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -51,6 +51,7 @@ impl Room {
         let at = format!("cd {} && exec {command}", dir.path().display());
         let mut options = HookOptions::new(at).with_deadline(Duration::from_secs(deadline));
         options.clients = clients.map(Path::to_owned);
+        options.variables = clients.map(|_| r#"{"mode": "(short)"}"#.to_owned());
         let open = move || Hook::open("--custom-generate-command", &options).unwrap();
         let hook = tokio::task::spawn_blocking(open).await.unwrap();
         let task = Task { generate: Some(Arc::new(hook)), ..task(dir.path()) };
