@@ -32,6 +32,7 @@ fn checksum(length: [u8; 4], payload: &[u8]) -> [u8; 4] {
 /// these. A loss of power may leave zeros.
 pub(super) fn read(bytes: &[u8]) -> Result<(Vec<&[u8]>, usize), String> {
     let (mut records, mut at) = (Vec::new(), 0);
+    let said = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
     while let Some(payload) = payload(&bytes[at..]) {
         at += HEADER + payload.len();
         split(payload, &mut records)
@@ -44,9 +45,10 @@ pub(super) fn read(bytes: &[u8]) -> Result<(Vec<&[u8]>, usize), String> {
         );
     }
     let begins =
-        |from: usize| bytes[from..].windows(MARK.len()).position(|here| here == MARK).map(|by| from + by);
+        |from: usize| bytes[from..said].windows(MARK.len()).position(|here| here == MARK).map(|by| from + by);
     let mut from = at + 1;
-    while let Some(next) = (from < bytes.len()).then(|| begins(from)).flatten() {
+    // Behind them are zeros, in which nothing begins.
+    while let Some(next) = (from < said).then(|| begins(from)).flatten() {
         if payload(&bytes[next..]).is_some() {
             return Err(format!(
                 "expected a group of records at byte {at}, found damage, and whole records from byte {next} on; \

@@ -16,9 +16,9 @@ use crate::error::{Error, Result, io};
 const WAITING_MAX: usize = 1024;
 /// A group is written once it has as many bytes.
 const GROUP_BYTES: usize = 4 << 20;
-/// Zeros that are written behind the groups at once. A group that overwrites them is durable without a change of the
-/// file's size, which file systems write into a journal of their own.
-const ROOM: usize = 1 << 20;
+/// Zeros that are written behind the groups at once: a quarter of the file, within these bounds. A group that overwrites them
+/// is durable without a change of the file's size, which file systems write into a journal of their own.
+const ROOM: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 20;
 
 /// An open journal. It is locked for this process.
 #[derive(Debug)]
@@ -140,8 +140,9 @@ impl Groups {
         self.end += group.len() as u64;
         if self.end > self.room {
             // A disk without space for zeros may have some for groups.
-            let zeros = self.file.write_all_at(&vec![0; ROOM], self.end);
-            self.room = zeros.map_or(u64::MAX, |()| self.end + ROOM as u64);
+            let room = (self.end / 4).clamp(*ROOM.start(), *ROOM.end());
+            let zeros = self.file.write_all_at(&vec![0; room as usize], self.end);
+            self.room = zeros.map_or(u64::MAX, |()| self.end + room);
         }
         self.file.sync_data()
     }
@@ -177,15 +178,18 @@ mod tests {
     fn groups_lie_in_zeros_that_no_start_reads() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sessions");
-        let records = [vec![1; 10], vec![2; ROOM - 100], vec![3; ROOM + 1], vec![4; 30]];
+        let records = [vec![1; 10], vec![2; 65_000], vec![3; 9 << 20], vec![4; 30]];
+        let mut rooms = Vec::new();
         for at in 0..records.len() {
             let (file, end, found) = recover(&path).unwrap();
             assert_eq!(found, records[..at]);
             assert_eq!(file.metadata().unwrap().len(), end, "zeros of an earlier process are cut");
             let mut groups = Groups { file, end, room: end };
             groups.write(&frame::group(std::iter::once(records[at].as_slice()))).unwrap();
-            assert_eq!(groups.file.metadata().unwrap().len(), groups.end + ROOM as u64);
+            rooms.push(groups.file.metadata().unwrap().len() - groups.end);
         }
+        let [least, most] = [*ROOM.start(), *ROOM.end()];
+        assert_eq!(rooms, [least, least, most, most]);
     }
 
     #[test]
@@ -194,7 +198,7 @@ mod tests {
         let (file, end, _) = recover(&dir.path().join("sessions")).unwrap();
         let mut groups = Groups { file, end, room: end };
         let group = frame::group(std::iter::once(&[7; 1000][..]));
-        let sizes: Vec<u64> = (0..ROOM / group.len())
+        let sizes: Vec<u64> = (0..*ROOM.start() as usize / group.len())
             .map(|_| {
                 groups.write(&group).unwrap();
                 groups.file.metadata().unwrap().len()
