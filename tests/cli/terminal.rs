@@ -152,20 +152,6 @@ fn work_that_may_last_is_shown_on_a_terminal_alone() {
 }
 
 #[test]
-fn log_has_lines_of_its_own_while_work_is_shown() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let mut init = crate::init::init(dir.path());
-    init.args(["--engine", "127.0.0.1:1"]).env("RUST_LOG", "trace").env("NO_COLOR", "1");
-    let drawn = on_terminal(init, 100, Streams::Err).whole();
-    let logged: Vec<_> = drawn.lines().filter(|line| line.contains("Z TRACE ")).collect();
-    assert!(!logged.is_empty(), "{drawn:?}");
-    for line in logged {
-        let line = line.rsplit("\u{1b}[2K").next().unwrap_or_default();
-        assert!(line.starts_with("20"), "{line:?}");
-    }
-}
-
-#[test]
 fn reports_keep_within_a_terminal_of_40_columns() {
     let mut published = Run::new();
     published.publish();

@@ -4,7 +4,7 @@ use crate::cli::shared::logs;
 use driftless::transport::publish::{Progress, ProgressFn};
 use indicatif::{HumanCount, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A bar of `total` steps, on standard error so that results can be piped.
 pub(crate) fn bar(total: u64, what: &str) -> ProgressBar {
@@ -40,14 +40,6 @@ pub(crate) fn work(what: &str, text: impl Fn() -> String + Clone + Send + Sync +
     bar
 }
 
-/// Whether the line of the cursor has what [`during`] draws there.
-static DRAWN: AtomicBool = AtomicBool::new(false);
-
-/// What has to come before a line that is printed meanwhile, so that it has a line of its own. The work is drawn again soon.
-pub(crate) fn cleared() -> &'static str {
-    if DRAWN.load(Relaxed) { "\r\u{1b}[2K" } else { "" }
-}
-
 /// What is under way, on a terminal: how long it has taken, and how much of what is done.
 pub(crate) struct Work {
     bar: ProgressBar,
@@ -79,9 +71,7 @@ pub(crate) fn during<T>(what: &str, units: &'static str, task: impl FnOnce(&Work
         }
     };
     let work = Work { bar: work(what, text), done };
-    DRAWN.store(!work.bar.is_hidden(), Relaxed);
     let outcome = task(&work);
-    DRAWN.store(false, Relaxed);
     work.bar.finish_and_clear();
     outcome
 }

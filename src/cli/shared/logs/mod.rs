@@ -9,7 +9,6 @@ mod line;
 mod repeats;
 
 use crate::cli::shared::output::has_colours;
-use crate::cli::shared::progress;
 use line::Json;
 use repeats::{Moment, Repeats, Told};
 use serde_json::{Map, Value};
@@ -119,11 +118,8 @@ impl Log {
 
     /// Prints in one call, between whose lines nothing else comes.
     fn print(&self, told: &[Told]) -> io::Result<()> {
-        if told.is_empty() {
-            return Ok(());
-        }
         let lines: String = told.iter().map(|told| self.format.line(told, self.is_coloured)).collect();
-        io::stderr().write_all((progress::cleared().to_owned() + &lines).as_bytes())
+        io::stderr().write_all(lines.as_bytes())
     }
 
     /// Tells of what was only counted when its time is over, for as long as the process is there.
