@@ -59,10 +59,10 @@ pub use driftless_store as store;
 pub use driftless_torch as torch;
 #[cfg(feature = "trainer")]
 pub use driftless_trainer as trainer;
-#[cfg(feature = "trainer")]
-pub use driftless_verify as verify;
 #[cfg(feature = "transport")]
 pub use driftless_transport as transport;
+#[cfg(feature = "trainer")]
+pub use driftless_verify as verify;
 
 /// The `driftless` command, for programs that are it under another name, and the rules of its that they
 /// share.

@@ -11,9 +11,9 @@ use driftless::bridge::engine::{Expected, Meter, Rid};
 use driftless::bridge::{Fleet, SamplingParams};
 use driftless::buffer::Scalars;
 use driftless::http::runtime;
+use driftless::trainer::data::vocabulary;
 use driftless::trainer::rollout::{answer, rewards, sampling_seed};
 use driftless::trainer::sample::{Prompt, Trajectory, Turn};
-use driftless::trainer::data::vocabulary;
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use serde_json::json;
 
-use super::problems::{Kind, Problem};
 use super::DataSource;
+use super::problems::{Kind, Problem};
 use crate::data::{Dataset, Example, RowReader, Tokenizer, vocabulary};
 use crate::error::{Error, Place, Result, input};
 use crate::reward::Reward;

@@ -1,16 +1,16 @@
 //! Clients of an answer: what they are drawn at its address is its samples.
 
-use super::{Echo, turn};
 use super::many::Room;
+use super::{Echo, turn};
 use async_trait::async_trait;
 use driftless_agent::chat::ChatTemplate;
 use driftless_agent::{Family, Tokenizer};
 use driftless_bridge::engine::{Digester, Tell, context};
 use driftless_bridge::{GenerateRequest, Generation, Label};
-use driftless_trainer::{Error, Failure};
 use driftless_trainer::hook::{Hook, HookOptions};
 use driftless_trainer::sample::{Engines, Trajectory, Turn};
 use driftless_trainer::tasks::tiny;
+use driftless_trainer::{Error, Failure};
 use serde_json::json;
 use std::path::Path;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;

@@ -262,8 +262,7 @@ impl<'a> Rollout<'a> {
         let starts = starts(samples.iter().map(Sample::trained));
         let (mut advantages, mut returns) = (vec![0.0; starts[samples.len()]], Vec::new());
         for parts in by_answer(samples) {
-            let places: Vec<usize> =
-                parts.iter().flat_map(|&part| starts[part]..starts[part + 1]).collect();
+            let places: Vec<usize> = parts.iter().flat_map(|&part| starts[part]..starts[part + 1]).collect();
             let of = |column: &[f32]| -> Vec<f32> {
                 places.iter().filter_map(|place| column.get(*place)).copied().collect()
             };
