@@ -102,7 +102,18 @@ impl PartialEq<&str> for Json {
 
 impl PartialEq<Value> for Json {
     fn eq(&self, value: &Value) -> bool {
-        *self == Json::from(value.clone())
+        match (self, value) {
+            (Json::Null, Value::Null) => true,
+            (Json::Bool(one), Value::Bool(other)) => one == other,
+            (Json::Number(one), Value::Number(other)) => one == other,
+            (Json::String(one), Value::String(other)) => one == other,
+            (Json::Array(one), Value::Array(other)) => one == other,
+            (Json::Object(one), Value::Object(other)) => {
+                one.len() == other.len()
+                    && one.iter().all(|(key, value)| other.get(key).is_some_and(|of| value == of))
+            }
+            _ => false,
+        }
     }
 }
 

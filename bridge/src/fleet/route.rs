@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn conversation_stays_where_its_last_turn_was_whatever_its_group_does() {
+    fn conversation_stays_where_its_last_turn_was() {
         let mut router = Router::new(Route::LeastLoaded, 64);
         let idle = views(&[0, 0]);
         let of = |conversation| Near { conversation: Some(conversation), affinity: Some(7) };
