@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::process::Stdio;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -32,6 +32,8 @@ pub(super) struct Pool {
     /// As many permits as places: a question waits here for a free process.
     free: Semaphore,
     places: Vec<Mutex<Place>>,
+    /// Held while a place is chosen: a look at all places holds some of them for a moment.
+    choice: std::sync::Mutex<()>,
 }
 
 /// Where a process is, one after another.
@@ -59,7 +61,8 @@ impl Pool {
     pub(super) fn new(flag: &'static str, options: &HookOptions) -> Self {
         let processes = options.processes.max(1);
         let places = std::iter::repeat_with(Mutex::default).take(processes).collect();
-        Pool { flag, options: options.clone(), free: Semaphore::new(processes), places }
+        let free = Semaphore::new(processes);
+        Pool { flag, options: options.clone(), free, places, choice: std::sync::Mutex::default() }
     }
 
     /// The line that answers `line`, which has this `id`, of so many processes at most, and what it belongs to where the process can be told more.
@@ -140,8 +143,9 @@ impl Pool {
         }
     }
 
-    /// Of the places that nobody asks at, the one with the fewest open answers.
+    /// Of the places where no question waits, the one with the fewest open answers. A permit says that there is one.
     fn idlest(&self) -> Option<MutexGuard<'_, Place>> {
+        let _choice = self.choice.lock().unwrap_or_else(PoisonError::into_inner);
         let open = |place: &MutexGuard<'_, Place>| place.many.as_ref().map_or(0, Many::open);
         self.places.iter().filter_map(|place| place.try_lock().ok()).min_by_key(open)
     }
@@ -291,6 +295,18 @@ impl Notes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_permit_finds_a_place_whoever_looks_at_the_same_time() {
+        let pool = Pool::new("--flag", &HookOptions::new("cat").with_processes(3));
+        let ask = || {
+            for _ in 0..20_000 {
+                let _permit = pool.free.try_acquire().expect("a permit each");
+                assert!(pool.idlest().is_some());
+            }
+        };
+        std::thread::scope(|scope| (0..3).for_each(|_| drop(scope.spawn(ask))));
+    }
 
     #[test]
     fn line_that_the_process_before_wrote_is_told_once() {
