@@ -100,6 +100,18 @@ impl Learned {
 }
 
 impl Reader {
+    /// Makes durable what the learner computed of the samples that a training step learned from: [`Reader::learned`] has
+    /// it then. A step that is done again replaces what it wrote before. One process trains: it need not be the log's owner.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LockLost`] beside the log's own handles, [`Error::Io`] (nothing was written, or what was there before is
+    /// left).
+    pub fn write_learned(&self, step: u64, columns: &[Column<'_>]) -> Result<()> {
+        self.check_owner()?;
+        write(&self.path(""), step, columns)
+    }
+
     /// What the learner computed in a step; `None` if the log has nothing of it: the learner does not tell, retention
     /// removed it, or an earlier release wrote the log.
     ///
@@ -208,7 +220,7 @@ impl Finder {
 
 /// Makes durable what the learner computed in a step of the log in `root`: all of it, or nothing. What an earlier attempt
 /// at the step computed is replaced.
-pub(crate) fn write(root: &Path, step: u64, columns: &[Column<'_>]) -> Result<()> {
+fn write(root: &Path, step: u64, columns: &[Column<'_>]) -> Result<()> {
     let dir = root.join(DIR);
     let files = Directory::new(&dir);
     match fs::create_dir(&dir) {

@@ -9,7 +9,7 @@ use crate::cursor::{self, Cursor};
 use crate::damage::Recovery;
 use crate::durable_end::DurableEnd;
 use crate::error::{Error, Result};
-use crate::learned::{self, Column};
+use crate::learned;
 use crate::lock::LockFile;
 use crate::options::{Options, SyncPolicy};
 use crate::position::{Identity, Position};
@@ -193,17 +193,6 @@ impl Log {
     /// [`Error::Identity`] when the file belongs to another run, [`Error::Io`].
     pub fn cursor(&self, name: &str) -> Result<Cursor> {
         Cursor::open(Arc::clone(&self.shared), name)
-    }
-
-    /// Makes durable what the learner computed of the samples that a training step learned from: [`Reader::learned`] has
-    /// it then. A step that is done again replaces what it wrote before.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::LockLost`], [`Error::Io`] (nothing was written, or what was there before is left).
-    pub fn write_learned(&self, step: u64, columns: &[Column<'_>]) -> Result<()> {
-        self.shared.check_owner()?;
-        learned::write(&self.shared.root, step, columns)
     }
 
     /// Removes old segments, with what was learned from them. Records that readers hold stay valid.

@@ -162,6 +162,14 @@ impl Reader {
         Record::new(&header, body).map(Some).map_err(damaged)
     }
 
+    /// Whether the log's own handles still own it.
+    pub(crate) fn check_owner(&self) -> Result<()> {
+        match &self.source {
+            Source::Live(shared) => shared.check_owner(),
+            Source::Files(_) => Ok(()),
+        }
+    }
+
     pub(crate) fn path(&self, name: &str) -> std::path::PathBuf {
         match &self.source {
             Source::Live(shared) => shared.storage.path(name),

@@ -30,6 +30,7 @@ mod relay;
 mod repair;
 #[cfg(feature = "torch")]
 mod replay;
+mod rollout;
 #[cfg(feature = "torch")]
 mod serve;
 mod shared;
@@ -126,6 +127,7 @@ macro_rules! commands {
 
 commands! {
     Train: train,
+    Rollout: rollout,
     Try: try_,
     #[cfg(feature = "torch")]
     TrainRank: train_rank,

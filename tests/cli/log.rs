@@ -205,7 +205,7 @@ pub(crate) fn learned_in(run_dir: &Path, step: u64, said: &[(u64, f32)]) {
         engine_log_probs: &[-1.0],
     });
     let columns: Vec<_> = columns.collect();
-    log.write_learned(step, &columns).expect("a disk");
+    log.reader().write_learned(step, &columns).expect("a disk");
     log.close().expect("a disk");
 }
 

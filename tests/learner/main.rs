@@ -4,6 +4,7 @@
 
 #![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
 
+mod apart;
 #[path = "../common/mod.rs"]
 mod common;
 mod fleet;

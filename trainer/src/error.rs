@@ -176,6 +176,34 @@ pub enum Error {
         /// What the run has.
         found: String,
     },
+    /// The process of the run's other half did not come, or did not go on.
+    #[error("no {what} run beside {path}: waited {after:?} for the process that writes it")]
+    NoHalf {
+        /// The half.
+        what: &'static str,
+        /// What its process would write.
+        path: PathBuf,
+        /// How long it was waited for.
+        after: Duration,
+    },
+    /// The same half of the run is another process already.
+    #[error(
+        "{path} is another process's, which runs this half of the run; end that one, or give another `save`"
+    )]
+    HalfRuns {
+        /// What this half writes.
+        path: PathBuf,
+    },
+    /// The halves of a run are to share files and locks.
+    #[error(
+        "{path} is on a {found}, whose locks and maps do not reach another process for sure; use a `save` on a disk of this host"
+    )]
+    NetworkFiles {
+        /// The run's directory.
+        path: PathBuf,
+        /// The file system.
+        found: &'static str,
+    },
     /// A rollout that is to be learned from is not whole in the log.
     #[error(
         "rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with"

@@ -105,6 +105,22 @@ impl Ledger {
     }
 }
 
+/// The ledger of a run that another process trains.
+#[derive(Debug)]
+pub(crate) struct Tail(lines::Tail);
+
+impl Tail {
+    /// From the first step on.
+    pub(crate) fn new(save: &Path) -> Self {
+        Tail(lines::Tail::new(save.join(FILE)))
+    }
+
+    /// The groups of the steps that were written down since the last call.
+    pub(crate) fn next(&mut self) -> Result<BTreeMap<u64, Vec<u64>>> {
+        Ok(groups(&by_step(self.0.next()?).0))
+    }
+}
+
 /// The groups that each step of the run in `save` learned from. Runs of releases before it have none.
 ///
 /// # Errors

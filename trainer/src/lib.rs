@@ -30,4 +30,4 @@ mod train;
 
 pub use driftless_agent::chat::{ChatTemplate, LossMask};
 pub use error::{Error, Failure, Result};
-pub use train::{Outcome, TrainOptions, replay, train};
+pub use train::{Outcome, TrainOptions, replay, rollout, train};

@@ -89,7 +89,7 @@ mod tests {
             log_probs,
             engine_log_probs: &[0.0],
         });
-        log.write_learned(step, &columns.collect::<Vec<_>>()).expect("a disk");
+        log.reader().write_learned(step, &columns.collect::<Vec<_>>()).expect("a disk");
     }
 
     #[test]

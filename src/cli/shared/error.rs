@@ -230,6 +230,12 @@ fn trainer_hint(error: &driftless::trainer::Error) -> Option<String> {
             "beside each engine: driftless follow --store {store} --run {run} --checkpoint-dir DIR --hf-checkpoint DIR \
              --engine URL"
         )),
+        Trainer::NoHalf { what: "rollouts", .. } => {
+            Some("on this host, with the same flags: driftless rollout --save DIR".to_owned())
+        }
+        Trainer::NoHalf { .. } => {
+            Some("on this host, with the same flags: driftless train --rollouts DIR".to_owned())
+        }
         Trainer::Transport(error) => transport_hint(error),
         Trainer::Differs { step, .. } => {
             Some(format!("`driftless log show RUN --step {step}` prints what it learned from"))
@@ -360,7 +366,10 @@ fn trainer_code(error: &driftless::trainer::Error) -> u8 {
         | Trainer::OtherRun { .. }
         | Trainer::LearnerAhead { .. }
         | Trainer::Resume { .. } => 3,
-        Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } | Trainer::NoRun { .. } => 4,
+        Trainer::LearnerLost { .. }
+        | Trainer::LearnerStillRuns { .. }
+        | Trainer::NoHalf { .. }
+        | Trainer::NoRun { .. } => 4,
         Trainer::NoRunAt { source, .. }
         | Trainer::FleetListen { source }
         | Trainer::MetricsListen { source } => http_code(source),

@@ -31,8 +31,8 @@ use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
 use driftless::trainer::door::Listen;
 use driftless::trainer::events::{Bus, Event, EventFile, Fact, Sink};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
-use driftless::trainer::options::{Debug, Mode};
-use driftless::trainer::{TrainOptions, train};
+use driftless::trainer::options::{Debug, Mode, Part};
+use driftless::trainer::{TrainOptions, rollout as generate, train};
 use evaluation::DrawArgs;
 use hooks::missing;
 use learn::LearnArgs;
@@ -97,8 +97,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 1800, value_parser = numbers::deadline())]
     learner_deadline: u64,
     /// Directory of the run's state: training checkpoints, rollout log, baseline, metrics, report.
-    #[arg(long, value_name = "DIR")]
-    save: PathBuf,
+    #[arg(long, value_name = "DIR", required_unless_present = "rollouts")]
+    save: Option<PathBuf>,
+    /// Train what `driftless rollout`, a process of its own on this host, generates in this directory, which is its --save
+    /// and this command's. Give both the same flags.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["debug_rollout_only", "debug_train_only"])]
+    rollouts: Option<PathBuf>,
     /// Write the final policy there as a Hugging Face checkpoint. `{rollout_id}` in the name writes one
     /// beside each training checkpoint instead, for SFT after each step, named by the steps done.
     #[arg(long, value_name = "DIR")]
@@ -223,11 +227,41 @@ enum LossType {
     Sft,
 }
 
+/// Generates for a run that another process trains, until that has done all steps.
+pub(crate) fn rollout(args: Args) -> Result<()> {
+    if matches!(args.loss_type, LossType::Sft) {
+        return Err(Error::usage("--loss-type", "policy_loss: SFT has no rollouts", "sft_loss"));
+    }
+    if let Some(dir) = &args.rollouts {
+        return Err(Error::usage(
+            "--rollouts",
+            "`train`'s alone; here the directory is --save",
+            dir.display(),
+        ));
+    }
+    check_directories(&args)?;
+    let save = args.save()?;
+    let Watched { sinks, servers: _servers } = args.watch.open(&args.update.run, &save)?;
+    let options = train_options(args)?.with_part(Part::Rollouts);
+    let show = Show::new(options.num_rollout);
+    let shown = show.clone();
+    end_on_signals(move || shown.run())?;
+    let own: [Box<dyn Sink>; 2] =
+        [Box::new(move |fact: &Fact| show.take(fact)), Box::new(EventFile::new(&save))];
+    let bus = Bus::start(own.into_iter().chain(sinks).collect())?;
+    let ended = generate(&options, bus.observer());
+    bus.end(TOLD_WITHIN);
+    Ok(ended?)
+}
+
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     #[cfg(not(feature = "torch"))]
     if matches!(args.loss_type, LossType::Policy) && args.learner.is_none() {
         let or = "`--learner \"python -m driftless_rl.learner\"` (the wheel of python/, torch and transformers), or ";
         return Err(absent("a learner", or));
+    }
+    if matches!((&args.loss_type, &args.rollouts), (LossType::Sft, Some(_))) {
+        return Err(Error::usage("--rollouts", "none: SFT has no rollouts", "--loss-type sft_loss"));
     }
     check_directories(&args)?;
     #[cfg(feature = "torch")]
@@ -266,7 +300,7 @@ fn check_directories(args: &Args) -> Result<()> {
         taken.push((name, dir));
     }
     let written = [
-        ("--save", Some(&args.save)),
+        ("--save", args.save.as_ref().or(args.rollouts.as_ref())),
         ("--save-hf", args.save_hf.as_ref()),
         ("--critic-save", learn.critic.critic_save.as_ref()),
     ];
@@ -299,7 +333,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     args.update.transport.log();
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
-    let (save, effective) = (args.save.clone(), std::mem::take(&mut args.effective));
+    let (save, effective) = (args.save()?, std::mem::take(&mut args.effective));
     let Watched { sinks, servers: _servers } = args.watch.open(&args.update.run, &save)?;
     let learner = learner(&args)?;
     let options = train_options(args)?;
@@ -372,6 +406,19 @@ fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner>
     })
 }
 
+impl Args {
+    /// The directory of the run.
+    fn save(&self) -> Result<PathBuf> {
+        match (&self.save, &self.rollouts) {
+            (Some(save), Some(rollouts)) if save != rollouts => {
+                Err(Error::usage("--rollouts", format!("the --save {}", save.display()), rollouts.display()))
+            }
+            (Some(dir), _) | (None, Some(dir)) => Ok(dir.clone()),
+            (None, None) => Err(missing("directory of the run", "--save DIR")),
+        }
+    }
+}
+
 impl RolloutArgs {
     /// Where the engines are changed from other hosts.
     fn listen(&self) -> Result<Option<Listen>> {
@@ -422,12 +469,17 @@ impl RolloutArgs {
 }
 
 fn train_options(args: Args) -> Result<TrainOptions> {
+    let save = args.save()?;
     let (rollout, update, learn) = (args.rollout, args.update, args.learn);
     let debug = rollout.debug();
     let store = update.store_or_memory(debug)?;
-    rollout.check()?;
+    let part = if args.rollouts.is_some() { Part::Trainer } else { Part::Whole };
+    if part == Part::Whole {
+        rollout.check()?;
+    }
     let (engines, listen) = (rollout.rollout_external_engine_addrs.len(), rollout.listen()?);
-    if debug != Debug::TrainOnly && update.engines_min > engines && !rollout.may_grow() {
+    let has_engines = part == Part::Whole && debug != Debug::TrainOnly;
+    if has_engines && update.engines_min > engines && !rollout.may_grow() {
         let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
         return Err(Error::usage("--engines-min", expected, update.engines_min));
     }
@@ -445,36 +497,36 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let addresses = rollout.rollout_external_engine_addrs;
     let client = rollout.draw.call.client("--rollout-external-engine-addrs", &addresses)?;
     let opened = store::open(&store)?;
-    let options =
-        TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
-            .with_save_hf(args.save_hf)
-            .with_push(update.pushes(&client, &hf_checkpoint))
-            .with_eval(args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?)
-            .with_sampling(sampling)
-            .with_rollout_max_context_len(chosen.context_len)
-            .with_num_rollout(num_rollout)
-            .with_rollout_batch_size(rollout_batch_size)
-            .with_n_samples_per_prompt(n_samples_per_prompt)
-            .with_over_sampling_batch_size(rollout.over_sampling_batch_size)
-            .with_partial_rollout(rollout.partial_rollout)
-            .with_mask_offpolicy_in_partial_rollout(rollout.mask_offpolicy_in_partial_rollout)
-            .with_data(args.task.settings())
-            .with_rollout_external_engine_addrs(addresses)
-            .with_rollout_external_engines_file(rollout.rollout_external_engines_file)
-            .with_rollout_external_engines_dns(rollout.rollout_external_engines_dns)
-            .with_fleet_listen(listen)
-            .with_keys(client.keys)
-            .with_engine_ca(client.ca)
-            .with_mode(mode)
-            .with_debug(debug)
-            .with_server_concurrency(rollout.draw.sglang_server_concurrency)
-            .with_eval_interval(rollout.eval_interval)
-            .with_save_interval(update.save_interval)
-            .with_rollout_log_bytes_max(rollout.rollout_log_gib_max.saturating_mul(1 << 30))
-            .with_max_skipped_steps(learn.max_skipped_steps)
-            .with_learn(learn.options(&run)?)
-            .with_seed(args.seed)
-            .with_hook_retries(args.task.hook_retries())
-            .with_generate_deadline(Duration::from_secs(rollout.draw.generate_deadline));
+    let options = TrainOptions::new(&hf_checkpoint, save, opened, store, &update.run, chosen.task.clone())
+        .with_part(part)
+        .with_save_hf(args.save_hf)
+        .with_push(update.pushes(&client, &hf_checkpoint))
+        .with_eval(args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?)
+        .with_sampling(sampling)
+        .with_rollout_max_context_len(chosen.context_len)
+        .with_num_rollout(num_rollout)
+        .with_rollout_batch_size(rollout_batch_size)
+        .with_n_samples_per_prompt(n_samples_per_prompt)
+        .with_over_sampling_batch_size(rollout.over_sampling_batch_size)
+        .with_partial_rollout(rollout.partial_rollout)
+        .with_mask_offpolicy_in_partial_rollout(rollout.mask_offpolicy_in_partial_rollout)
+        .with_data(args.task.settings())
+        .with_rollout_external_engine_addrs(addresses)
+        .with_rollout_external_engines_file(rollout.rollout_external_engines_file)
+        .with_rollout_external_engines_dns(rollout.rollout_external_engines_dns)
+        .with_fleet_listen(listen)
+        .with_keys(client.keys)
+        .with_engine_ca(client.ca)
+        .with_mode(mode)
+        .with_debug(debug)
+        .with_server_concurrency(rollout.draw.sglang_server_concurrency)
+        .with_eval_interval(rollout.eval_interval)
+        .with_save_interval(update.save_interval)
+        .with_rollout_log_bytes_max(rollout.rollout_log_gib_max.saturating_mul(1 << 30))
+        .with_max_skipped_steps(learn.max_skipped_steps)
+        .with_learn(learn.options(&run)?)
+        .with_seed(args.seed)
+        .with_hook_retries(args.task.hook_retries())
+        .with_generate_deadline(Duration::from_secs(rollout.draw.generate_deadline));
     update.apply(options)
 }

@@ -64,7 +64,7 @@ pub(super) fn run(mut args: Args, output: Output) -> Result<()> {
         file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
     }
     args.sft.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
-    let (save, effective) = (args.save.clone(), std::mem::take(&mut args.effective));
+    let (save, effective) = (args.save()?, std::mem::take(&mut args.effective));
     let options = options(args)?;
     let bar = progress::bar(options.steps, "sft");
     let mut losses = Vec::new();
@@ -96,7 +96,8 @@ fn options(args: Args) -> Result<SftOptions> {
         None => conversations(&args)?,
     };
     let config = args.sft.model_config.as_deref().map_or(Ok(course.config), Config::read)?;
-    let save_hf = args.save_hf.unwrap_or_else(|| args.save.join("hf"));
+    let save = args.save()?;
+    let save_hf = args.save_hf.unwrap_or_else(|| save.join("hf"));
     let kind = |dtype| match dtype {
         Dtype::Bfloat16 => Kind::BFloat16,
         Dtype::Float32 => Kind::Float,
@@ -104,7 +105,7 @@ fn options(args: Args) -> Result<SftOptions> {
     Ok(SftOptions::new(course.task, config, save_hf, course.steps)
         .with_hf_checkpoint(args.hf_checkpoint)
         .with_load(args.sft.load.as_deref().map(checkpoint::dir))
-        .with_save(Some(checkpoint::dir(&args.save)))
+        .with_save(Some(checkpoint::dir(&save)))
         .with_dtype(args.learn.options.dtype.map(kind))
         .with_stop_loss(course.stop_loss)
         .with_batch_size(course.batch_size)

@@ -75,6 +75,10 @@ impl Show {
                     _ => format!("going on at step {step} of {of}"),
                 });
             }
+            Event::Rollouts { step, of } => {
+                self.progress(*step);
+                self.line(&format!("generates for the trainer, which has done {step} steps of {of}"));
+            }
             Event::Engine { url, gets } => self.line(&format!("engine {url}, seen from here: {gets}")),
             Event::Listening { addr } => self.line(&format!("engines can be changed at http://{addr}")),
             Event::LogMissing { step } => self.line(&format!(

@@ -18,8 +18,9 @@ const BYTES_MAX: u64 = 64 << 20;
 #[derive(Debug)]
 pub struct EventFile {
     path: PathBuf,
-    /// With its size; absent before the first fact, and where the last one could not be written.
-    file: Option<(File, u64)>,
+    /// Absent before the first fact, and where the last one could not be written.
+    file: Option<File>,
+    bytes_max: u64,
     waiting: String,
     /// Whether the last line could not be written.
     failed: bool,
@@ -29,7 +30,13 @@ impl EventFile {
     /// That of the run in `save`. It is opened, or made, for the first fact: a run that is refused has none.
     #[must_use]
     pub fn new(save: &Path) -> Self {
-        EventFile { path: save.join(EVENTS), file: None, waiting: String::new(), failed: false }
+        EventFile {
+            path: save.join(EVENTS),
+            file: None,
+            bytes_max: BYTES_MAX,
+            waiting: String::new(),
+            failed: false,
+        }
     }
 
     fn is_shown(&mut self, event: &Event) -> bool {
@@ -47,21 +54,26 @@ impl EventFile {
     }
 
     fn write(&mut self, fact: &Fact) -> io::Result<()> {
-        let (mut file, mut bytes) = self.file.take().map_or_else(|| open(&self.path), Ok)?;
-        if bytes > BYTES_MAX {
-            std::fs::rename(&self.path, self.path.with_file_name(EARLIER))?;
-            (file, bytes) = open(&self.path)?;
+        let mut file = self.file.take().map_or_else(|| open(&self.path), Ok)?;
+        let is_long = |file: &File| Ok::<_, io::Error>(file.metadata()?.len() > self.bytes_max);
+        if is_long(&file)? {
+            // The other half of the run may have begun the next one.
+            file = open(&self.path)?;
+            if is_long(&file)? {
+                std::fs::rename(&self.path, self.path.with_file_name(EARLIER))?;
+                file = open(&self.path)?;
+            }
         }
         let mut line = serde_json::to_vec(fact)?;
         line.push(b'\n');
         file.write_all(&line)?;
-        self.file = Some((file, bytes + line.len() as u64));
+        self.file = Some(file);
         Ok(())
     }
 }
 
-/// The file, its last line ended, and its size.
-fn open(path: &Path) -> io::Result<(File, u64)> {
+/// The file, its last line ended.
+fn open(path: &Path) -> io::Result<File> {
     let mut file = File::options().read(true).append(true).create(true).open(path)?;
     let bytes = file.seek(SeekFrom::End(0))?;
     let mut last = [b'\n'];
@@ -73,7 +85,7 @@ fn open(path: &Path) -> io::Result<(File, u64)> {
     if last != *b"\n" {
         file.write_all(b"\n")?;
     }
-    Ok((file, bytes))
+    Ok(file)
 }
 
 impl Sink for EventFile {
@@ -136,11 +148,13 @@ mod tests {
     #[test]
     fn long_file_becomes_the_earlier_one() {
         let dir = tempfile::tempdir().unwrap();
-        let mut file = EventFile::new(dir.path());
-        file.take(&waiting(""));
-        file.file.as_mut().unwrap().1 = BYTES_MAX + 1;
+        let file = || EventFile { bytes_max: 60, ..EventFile::new(dir.path()) };
+        let (mut file, mut other_half) = (file(), file());
+        file.take(&fact(Event::LogMissing { step: 1 }));
+        file.take(&fact(Event::OtherPrompts));
+        other_half.take(&fact(Event::OtherPrompts));
         file.take(&fact(Event::OtherPrompts));
         let lines = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap().lines().count();
-        assert_eq!((lines(EARLIER), lines(EVENTS)), (1, 1));
+        assert_eq!((lines(EARLIER), lines(EVENTS)), (2, 2), "both go on in the same one");
     }
 }

@@ -52,6 +52,13 @@ pub enum Event {
         /// Steps of the whole run.
         of: u64,
     },
+    /// The half of the run that generates begins, or goes on, as a process of its own. What engines do is told anew.
+    Rollouts {
+        /// Steps that the trainer has done.
+        step: u64,
+        /// Steps of the whole run.
+        of: u64,
+    },
     /// Something slow is being waited for. Told again when more is known of it.
     Waiting {
         /// What.

@@ -92,6 +92,17 @@ pub enum Debug {
     TrainOnly,
 }
 
+/// Which half of the loop a process runs. Halves share the run's directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// All of it.
+    Whole,
+    /// Engines, schedule, hooks and log; [`rollout`](crate::rollout()) is told by it.
+    Rollouts,
+    /// Learner, publications and ledger; [`train`](crate::train()) is told by it.
+    Trainer,
+}
+
 /// How rewards become advantages, and what the loss does with them (`--advantage-estimator`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -10,7 +10,7 @@ use driftless_buffer::{PromptState, Reader};
 use tokio::sync::Notify;
 
 use super::fates::{Fates, TOO_OLD};
-use super::record::PromptNote;
+use super::record::{FILTERED, PromptNote};
 use super::{now, parts};
 use crate::error::Failure;
 use crate::goodput::Kept;
@@ -197,6 +197,20 @@ impl Queue {
         state.turn(now());
         self.for_generation.notify_one();
         std::mem::take(&mut state.since)
+    }
+
+    /// Takes note of a group that another process has finished, from the record that its prompt is done.
+    pub(crate) fn logged(&self, group: u64, note: &PromptNote) {
+        let mut dropped = Dropped::default();
+        let seen = match &note.dropped {
+            None => Seen::Accepted(group),
+            Some(why) => {
+                let is_filtered = why.starts_with(FILTERED);
+                (dropped.filtered, dropped.failed) = (is_filtered.into(), (!is_filtered).into());
+                Seen::LeftOut(group)
+            }
+        };
+        self.end(seen, dropped, now());
     }
 
     /// Leaves out a finished group that is too old to be learned from.

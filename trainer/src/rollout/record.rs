@@ -15,6 +15,9 @@ use crate::error::{Failure, Place, Result};
 use crate::metrics::unix_us;
 use crate::sample::{Prompt, Trajectory, sample_id};
 
+/// How the note of a group begins that the task's filter left out.
+pub(super) const FILTERED: &str = "filtered: ";
+
 /// A longer label, or longer metadata, is left out of the log.
 const NOTE_BYTES_MAX: usize = 1 << 20;
 
@@ -58,7 +61,7 @@ impl PromptNote {
         let (dropped, outcome) = match &group.outcome {
             Outcome::Kept(_) | Outcome::Returned(_) => (None, None),
             Outcome::Failed(error, failure) => (Some(error.clone()), Some(*failure)),
-            Outcome::Filtered(_, why) => (Some(format!("filtered: {why}")), None),
+            Outcome::Filtered(_, why) => (Some(format!("{FILTERED}{why}")), None),
         };
         PromptNote { dropped, outcome, ..PromptNote::in_flight(&group.begun.prompt) }
     }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use driftless_bridge::Label;
 use driftless_bridge::activate::Compare;
 use tokio::task::JoinHandle;
 
@@ -29,14 +30,9 @@ impl Session<'_> {
 
     /// Has the engines come to the newest version beside the loop.
     pub(super) fn let_come(&mut self, mut metrics: PublicationMetrics) -> Result<PublicationMetrics> {
-        let (label, fleet) = (self.newest_label()?, self.fleet()?.clone());
-        let (begin, deadline) = (Instant::now(), self.options.update_deadline);
+        let label = self.newest_label()?;
         self.hear(&mut metrics, &label, Duration::ZERO);
-        let task = self.runtime.spawn(async move {
-            let behind = fleet.wait_for_those_up(&label, deadline).await;
-            (behind, begin.elapsed())
-        });
-        self.coming.push_back(Coming { version: metrics.version, task });
+        self.come(metrics.version, label);
         self.collect_old();
         self.look_at_coming()?;
         // A fleet that lags further generates only what is too old.
@@ -46,6 +42,17 @@ impl Session<'_> {
             self.end_coming()?;
         }
         Ok(metrics)
+    }
+
+    /// Has the engines, if there are any, come to a version.
+    pub(super) fn come(&mut self, version: u64, label: Label) {
+        let Some(fleet) = self.fleet.clone() else { return };
+        let (begin, deadline) = (Instant::now(), self.options.update_deadline);
+        let task = self.runtime.spawn(async move {
+            let behind = fleet.wait_for_those_up(&label, deadline).await;
+            (behind, begin.elapsed())
+        });
+        self.coming.push_back(Coming { version, task });
     }
 
     /// Takes note of versions that engines have come to, and ends the run with one that too few came to. Behind the last

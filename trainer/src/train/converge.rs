@@ -63,6 +63,9 @@ impl Session<'_> {
         mut metrics: PublicationMetrics,
         weights: Option<&(dyn Snapshot + Sync)>,
     ) -> Result<PublicationMetrics> {
+        if self.fleet.is_none() {
+            return self.let_come(metrics);
+        }
         let begin = Instant::now();
         let label = self.newest_label()?;
         let (pushed, behind) = self.bring(&label, weights)?;
@@ -97,6 +100,10 @@ impl Session<'_> {
         label: &Label,
         weights: Option<&(dyn Snapshot + Sync)>,
     ) -> Result<(Option<Duration>, u64)> {
+        if self.fleet.is_none() {
+            // The rollouts' process has them.
+            return Ok((None, 0));
+        }
         let (pause, behind) = if self.pusher.is_some() {
             let pause = self.push(label, weights)?;
             (Some(pause), self.engines(|engine| !(engine.up && serves(engine, label)))?)

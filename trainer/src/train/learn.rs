@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use driftless_buffer::learned::Column;
-use driftless_buffer::{Group, Log, Record};
+use driftless_buffer::{Group, Reader, Record};
 
 use super::take::Ages;
 use crate::advantage;
@@ -21,7 +21,7 @@ pub(super) fn step(
     groups: &[Group],
     ages: &Ages,
     options: &LearnOptions,
-    log: Option<&Log>,
+    log: Option<&Reader>,
 ) -> Result<(StepStats, Option<String>)> {
     let batch = batch(rollout, groups, ages, options);
     match learner.step(&batch)? {
@@ -160,7 +160,7 @@ fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
 mod tests {
     use super::*;
     use driftless_buffer::sample::Verdict;
-    use driftless_buffer::{Identity, Options, Scalars};
+    use driftless_buffer::{Identity, Log, Options, Scalars};
 
     /// Two answers to a prompt with rewards 1 and 0, the first of which became `parts` samples.
     fn batch_of(parts: u64, options: &LearnOptions) -> Vec<(u64, usize, f32)> {

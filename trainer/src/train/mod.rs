@@ -1,9 +1,11 @@
 //! The RL loop: generate, learn, save, publish, again.
 
+mod apart;
 mod changes;
 mod coming;
 mod converge;
 mod door;
+mod halves;
 mod learn;
 mod listen;
 mod options;
@@ -31,6 +33,8 @@ use crate::events::{Change, Event, Fact, Observer};
 use crate::goodput::Goodput;
 use crate::learner::{Learner, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
+#[cfg(doc)]
+use crate::options::Part;
 use crate::options::{Debug, Mode, UpdateWeightMode};
 use session::Session;
 use take::Taken;
@@ -80,6 +84,19 @@ pub fn train(options: &TrainOptions, learner: Box<dyn Learner>, observer: Observ
     }
 }
 
+/// Generates the rollouts of a run that another process trains, until that has done all of its steps, and tells
+/// `observer` what it is doing.
+///
+/// [`TrainOptions::part`] is [`Part::Rollouts`]; the trainer's is [`Part::Trainer`], with the same settings beside that.
+/// Either may end and come again, in any order. Engines go on, and so do the answers under way.
+///
+/// # Errors
+/// Whatever the engines, the store or the file system answer, and [`Error::NoHalf`] where no trainer begins the run; the
+/// state on disk is then intact, and the same call goes on.
+pub fn rollout(options: &TrainOptions, observer: Observer) -> Result<()> {
+    Session::open(options, Box::new(apart::Elsewhere), observer)?.serve()
+}
+
 impl Session<'_> {
     fn tell(&self, event: Event) {
         (self.observer)(Fact::new(SystemTime::now(), event));
@@ -96,7 +113,7 @@ impl Session<'_> {
             self.load()?;
             self.check_start()?;
         }
-        if self.rollouts.is_none() && self.options.debug != Debug::TrainOnly {
+        if self.rollouts.is_none() && self.options.generates() {
             self.attach()?;
         }
         self.tell(Event::Begin { step: self.step, of: self.options.num_rollout });
@@ -110,9 +127,7 @@ impl Session<'_> {
             self.turn(self.step)?;
         }
         match &self.options.save_hf {
-            Some(dir) if self.options.debug != Debug::RolloutOnly && !options::is_series(dir) => {
-                self.learner.save_hf(dir)
-            }
+            Some(dir) if self.options.learns() && !options::is_series(dir) => self.learner.save_hf(dir),
             _ => Ok(()),
         }
     }
@@ -182,7 +197,7 @@ impl Session<'_> {
             fleet.published(label);
         }
         self.queue()?.published(newest.map_or(self.step, |(_, step)| step), label);
-        Ok(())
+        self.tell_rollouts()
     }
 
     /// One optimiser step.
@@ -197,7 +212,7 @@ impl Session<'_> {
         let begin = Instant::now();
         let learn = &self.options.learn;
         let (stats, not_finite) =
-            learn::step(&mut *self.learner, rollout, &groups, &ages, learn, Some(&self.log))?;
+            learn::step(&mut *self.learner, rollout, &groups, &ages, learn, Some(&self.log.reader()))?;
         let skipped = not_finite.is_some();
         not_finite.map_or(Ok(()), |what| self.skip(rollout, what))?;
         fail::fail_point!("train.step");
@@ -244,7 +259,12 @@ impl Session<'_> {
         step.completed_at_ms = metrics::unix_us(SystemTime::now()) / 1000;
         step.goodput = self.goodput()?;
         step.wall_ms = milliseconds(std::mem::replace(&mut self.complete_at, Instant::now()).elapsed());
-        self.metrics.append(&step)?;
+        if let Some(rollouts) = &mut self.to_rollouts {
+            step = rollouts.complete(step)?;
+        }
+        let metrics =
+            self.metrics.as_mut().ok_or(Error::Bug { what: "a step before the learner is loaded" })?;
+        metrics.append(&step)?;
         let changes = self.alerts.see(&step);
         self.tell(Event::Step(step.into()));
         for Change { alert, begins, text } in changes {
@@ -283,10 +303,7 @@ impl Session<'_> {
             return Ok(None);
         }
         let begin = Instant::now();
-        if let Some(fleet) = &self.fleet {
-            // A learner may publish by itself from here on.
-            fleet.publishing();
-        }
+        self.tell_publishing()?;
         let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
             Weights::Tensors(snapshot) => (self.publish_here(&*snapshot)?, Some(snapshot)),
             Weights::Published(version) => {

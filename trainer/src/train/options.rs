@@ -15,7 +15,7 @@ use driftless_transport::sign::{SignKey, TrustKey};
 
 use crate::door::Listen;
 use crate::error::{Result, input};
-use crate::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
+use crate::options::{Debug, LearnOptions, Mode, Part, UpdateWeightMode};
 use crate::push::Pushes;
 use crate::rollout::{EvalSet, HOOK_RETRIES};
 use crate::tasks::Task;
@@ -63,6 +63,8 @@ pub struct TrainOptions {
     pub mode: Mode,
     /// What to leave out, for debugging.
     pub debug: Debug,
+    /// Which half of the run this process is. Both halves are given the same settings.
+    pub part: Part,
     /// Steps of the whole run; with 0, the newest policy is measured, and that is all.
     pub num_rollout: u64,
     /// Prompts of a rollout.
@@ -169,6 +171,7 @@ impl TrainOptions {
             push: None,
             mode: Mode::Synchronous,
             debug: Debug::Off,
+            part: Part::Whole,
             num_rollout: 1,
             rollout_batch_size: 32,
             over_sampling_batch_size: None,
@@ -230,6 +233,7 @@ impl TrainOptions {
         }
         self.fleet_listen.as_ref().map_or(Ok(()), Listen::check)?;
         self.check_surplus()?;
+        self.check_part()?;
         let Mode::Bounded { max_staleness } = self.mode else { return Ok(()) };
         // Weights that are published less often are always too old for some steps.
         if self.update_weights_interval > max_staleness.saturating_add(1) {
@@ -238,6 +242,37 @@ impl TrainOptions {
             return Err(input("update_weights_interval", expected, self.update_weights_interval));
         }
         Ok(())
+    }
+
+    /// Refuses what takes both halves in one process.
+    fn check_part(&self) -> Result<()> {
+        let asks = [
+            ("debug", self.debug != Debug::Off),
+            ("push", self.push.is_some()),
+            ("check_weight_update_equal", self.check_weight_update_equal),
+            ("compare", self.compare == Compare::Require),
+            ("max_staleness", !matches!(self.mode, Mode::Bounded { .. })),
+        ];
+        let asked = asks.into_iter().find(|(_, is_asked)| *is_asked && self.part != Part::Whole);
+        match asked {
+            Some(("max_staleness", _)) => {
+                let expected =
+                    "at least 1: rollouts that are a process of their own go on while the trainer trains";
+                Err(input("max_staleness", expected, self.mode.max_staleness()))
+            }
+            Some((name, _)) => Err(input(name, "none where rollouts are a process of their own", "both")),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether this process has engines.
+    pub(super) fn generates(&self) -> bool {
+        self.part != Part::Trainer && self.debug != Debug::TrainOnly
+    }
+
+    /// Whether this process has a learner that trains.
+    pub(super) fn learns(&self) -> bool {
+        self.part != Part::Rollouts && self.debug != Debug::RolloutOnly
     }
 
     fn check_surplus(&self) -> Result<()> {
@@ -278,8 +313,27 @@ impl TrainOptions {
 
     /// What samples and steps depend on, by name.
     pub(super) fn settings(&self) -> BTreeMap<String, String> {
+        let mut settings = self.of_samples();
+        settings.extend(self.learn.by_name().into_iter().map(|(name, value)| (name, value.to_string())));
+        settings
+    }
+
+    /// What both halves of a run have to be told alike, by name.
+    pub(super) fn of_both_halves(&self) -> BTreeMap<String, String> {
+        let own = [
+            ("num_rollout", self.num_rollout.to_string()),
+            ("run", self.run.clone()),
+            ("seed", self.seed.to_string()),
+        ];
+        let mut settings = self.of_samples();
+        settings.extend(own.map(|(name, value)| (name.to_owned(), value)));
+        settings
+    }
+
+    /// What samples depend on, by name.
+    fn of_samples(&self) -> BTreeMap<String, String> {
         let sampling = &self.sampling;
-        let mut settings: BTreeMap<String, String> = [
+        [
             ("rollout_batch_size", self.rollout_batch_size.to_string()),
             (GROUP_SIZE, self.n_samples_per_prompt.to_string()),
             ("rollout_temperature", sampling.temperature.to_string()),
@@ -295,8 +349,6 @@ impl TrainOptions {
             ("update_weights_interval", self.update_weights_interval.to_string()),
         ]
         .map(|(name, value)| (name.to_owned(), value))
-        .into();
-        settings.extend(self.learn.by_name().into_iter().map(|(name, value)| (name, value.to_string())));
-        settings
+        .into()
     }
 }

@@ -1,6 +1,6 @@
 //! What a run of the loop holds while it runs, and how it is opened or taken up again.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::{Instant, SystemTime};
 use driftless_bridge::activate::{DiskOptions, Outlook, PluginOptions, outlook_of};
 use driftless_bridge::fleet::{FleetOptions, Phase, PhaseTold};
 use driftless_bridge::{Expected, Fleet};
-use driftless_buffer::{Log, Record, Retention};
+use driftless_buffer::{Position, Record, Retention};
 use driftless_http::Server;
 use driftless_store::{Store, chain_text};
 use driftless_transport::activate::How;
@@ -18,9 +18,11 @@ use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
 use tokio::task::{JoinHandle, JoinSet};
 
+use super::apart::{self, RunLog};
 use super::changes::{Changes, Engine};
 use super::coming::Coming;
 use super::door::{Door, Keeper};
+use super::halves::{Newest, ToRollouts, ToTrainer};
 use super::record::{Data, RunRecord, Start as Begun};
 use super::update::{self, Updates};
 use super::versions::Versions;
@@ -30,7 +32,7 @@ use crate::events::{Alerts, Event, Fact, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, METRICS, MetricsFile, StepMetrics};
-use crate::options::{Debug, Mode};
+use crate::options::{Debug, Mode, Part};
 use crate::push::Pusher;
 use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts, open_log};
 use crate::seed::first_bits;
@@ -78,10 +80,20 @@ pub(super) struct Session<'o> {
     /// Generates what the queue says; absent before the first step, and when there are no engines.
     pub(super) generation: Option<JoinHandle<Result<()>>>,
     /// The groups of the log; absent before [`Session::load`].
-    queue: Option<Arc<Queue>>,
-    pub(super) ledger: Ledger,
-    pub(super) log: Log,
-    pub(super) metrics: MetricsFile,
+    pub(super) queue: Option<Arc<Queue>>,
+    /// Absent in the half that generates.
+    pub(super) ledger: Option<Ledger>,
+    pub(super) log: RunLog,
+    /// How far a log is read that rollouts beside this process write.
+    pub(super) read: Position,
+    /// The rollouts, where they are a process of their own.
+    pub(super) to_rollouts: Option<ToRollouts>,
+    /// The trainer, where it is a process of its own.
+    pub(super) to_trainer: Option<ToTrainer>,
+    /// The newest version that it told of.
+    pub(super) newest: Option<Newest>,
+    /// Absent before [`Session::load`].
+    pub(super) metrics: Option<MetricsFile>,
     pub(super) alerts: Alerts,
     /// Optimiser steps done.
     pub(super) step: u64,
@@ -112,7 +124,7 @@ impl<'o> Session<'o> {
         options.task.source.check(&options.hf_checkpoint)?;
         options.check()?;
         let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
-        if options.debug != Debug::TrainOnly {
+        if options.generates() {
             runtime.block_on(options.task.ready())?;
         }
         let changes = Changes::read(&options.save)?;
@@ -126,13 +138,22 @@ impl<'o> Session<'o> {
             _ => None,
         };
         std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
-        let (record, updates) = open_run(options, learner.publishes())?;
+        let is = |part| options.part == part;
+        let to_rollouts = is(Part::Trainer).then(|| apart::to_rollouts(options, &observer)).transpose()?;
+        let to_trainer = is(Part::Rollouts).then(|| ToTrainer::open(options)).transpose()?;
+        let (record, updates) = match &to_trainer {
+            Some(trainer) => (apart::run_of(options, &observer, trainer)?, None),
+            None => open_run(options, learner.publishes())?,
+        };
         let run_id = record.run_id.unwrap_or_else(RunId::random);
         // It is locked before anything of the run is changed.
-        let log = open_log(&options.save.join(LOG), &options.hf_checkpoint, run_id)?;
+        let log = match &to_rollouts {
+            Some(rollouts) => apart::log_of(options, &observer, run_id, rollouts)?,
+            None => RunLog::Own(open_log(&options.save.join(LOG), &options.hf_checkpoint, run_id)?),
+        };
         let mut session = Session {
             place: place(options, run_id),
-            metrics: MetricsFile::open(&options.save.join(METRICS), u64::MAX)?,
+            metrics: None,
             alerts: Alerts::after(&metrics::read(&options.save.join(METRICS))?),
             options,
             observer,
@@ -152,8 +173,12 @@ impl<'o> Session<'o> {
             rollouts: None,
             generation: None,
             queue: None,
-            ledger: Ledger::open(&options.save)?,
+            ledger: to_trainer.is_none().then(|| Ledger::open(&options.save)).transpose()?,
             log,
+            read: Position(0),
+            to_rollouts,
+            to_trainer,
+            newest: None,
             step: 0,
             saved: 0,
             complete_at: Instant::now(),
@@ -162,7 +187,9 @@ impl<'o> Session<'o> {
             unfinished: None,
             collection: None,
         };
-        session.note_data()?;
+        if session.to_trainer.is_none() {
+            session.note_data()?;
+        }
         Ok(session)
     }
 
@@ -226,7 +253,7 @@ impl<'o> Session<'o> {
         let recorded =
             metrics::read(&self.metrics_path())?.iter().any(|last| last.rollout_id + 1 == self.step);
         self.unfinished = progress.and_then(|progress| progress.metrics).filter(|_| !recorded);
-        self.metrics = MetricsFile::open(&self.metrics_path(), self.step)?;
+        self.metrics = Some(MetricsFile::open(&self.metrics_path(), self.step)?);
         if let Some(updates) = &mut self.updates {
             updates.look()?;
             #[cfg(feature = "cuda")]
@@ -236,18 +263,24 @@ impl<'o> Session<'o> {
         }
         match &self.queue {
             Some(queue) => queue.trained(self.step),
-            None => self.queue = Some(Arc::new(self.open_queue())),
+            None => {
+                let log = self.log.reader();
+                log.refresh()?;
+                self.read = log.end();
+                let taken = self.ledger.as_ref().map(Ledger::groups).unwrap_or_default();
+                self.queue = Some(Arc::new(self.open_queue(taken)));
+                self.leave_out_again()?;
+            }
         }
         self.loaded = true;
         Ok(())
     }
 
-    /// The groups that the log has.
-    fn open_queue(&self) -> Queue {
+    /// The groups that the log has, given those that each step took.
+    pub(super) fn open_queue(&self, taken: BTreeMap<u64, Vec<u64>>) -> Queue {
         let options = self.options;
         let mut policy = Policy::new(options.mode, options.rollout_batch_size, options.num_rollout);
         (policy.surplus, policy.partial) = (options.surplus(), options.partial_rollout);
-        let taken = self.ledger.groups();
         Queue::open(policy, &self.log.reader(), options.n_samples_per_prompt, self.step, taken)
     }
 
@@ -313,7 +346,7 @@ impl<'o> Session<'o> {
         fleet_options.phases = Some(PhaseTold::new(move |url, phase| {
             observer(Fact::new(SystemTime::now(), phase_of(url, phase)));
         }));
-        fleet_options.newest = self.updates.as_ref().map(Updates::newest_in_store);
+        fleet_options.newest = self.newest_in_store()?;
         let fleet = Arc::new(self.attach_those_up(&expected, &fleet_options)?);
         self.tell_outlook(&fleet);
         self.fleet = Some(fleet.clone());
@@ -340,7 +373,7 @@ impl<'o> Session<'o> {
                 observer(Fact::new(SystemTime::now(), Event::Generating { rollout, done, total }));
             }),
             options: RolloutOptions {
-                scope: first_bits(&self.log.identity().run_id),
+                scope: first_bits(&self.log.own()?.identity().run_id),
                 seed: options.seed,
                 sampling: options.sampling.clone(),
                 rollout_max_context_len: options.rollout_max_context_len,
@@ -348,7 +381,7 @@ impl<'o> Session<'o> {
                 hook_retries: options.hook_retries,
                 ..RolloutOptions::new(options.rollout_batch_size, options.n_samples_per_prompt)
             },
-            log: self.log.clone(),
+            log: self.log.own()?.clone(),
             queue: self.queue()?.clone(),
         }));
         Ok(())
@@ -423,11 +456,12 @@ impl<'o> Session<'o> {
     }
 
     /// Lets the log give back what no step learns from again, where it is larger than it may be.
-    fn trim(&mut self) -> Result<()> {
+    pub(super) fn trim(&mut self) -> Result<()> {
         if self.rollouts.is_none() {
             return Ok(());
         }
-        let log = self.log.reader();
+        let own = self.log.own()?;
+        let log = own.reader();
         // The prompt that was taken last stays: it says which is the next.
         let last = log.next_prompt().checked_sub(1).map(|last| log.prompt(last)).transpose()?.flatten();
         let mut needed = last.map(|record| record.position());
@@ -437,8 +471,8 @@ impl<'o> Session<'o> {
             needed = records.chain(needed).min();
         }
         let Some(begin) = needed else { return Ok(()) };
-        self.log.cursor(CONSUMER)?.commit(begin)?;
-        self.log.retain(&Retention {
+        own.cursor(CONSUMER)?.commit(begin)?;
+        own.retain(&Retention {
             bytes_max: Some(self.options.rollout_log_bytes_max),
             consumed_by: vec![CONSUMER.to_owned()],
             ..Retention::default()

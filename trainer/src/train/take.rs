@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use driftless_buffer::{Group, Log, Reader, Record};
+use driftless_buffer::{Group, Reader, Record};
 
 use super::session::Session;
 use super::update::milliseconds;
@@ -12,7 +12,10 @@ use crate::error::{Error, Result};
 use crate::learner::Sample;
 use crate::ledger;
 use crate::metrics::StepMetrics;
-use crate::rollout::{self, PromptNote, Queue};
+use crate::rollout::{self, PromptNote, Queue, Since};
+
+/// Why a group is left out whose tokens are all too old.
+pub(super) const ALL_TOO_OLD: &str = "all of its tokens are too old";
 
 /// How far the weights that learn are ahead of those that generated.
 #[derive(Debug, Default)]
@@ -76,31 +79,42 @@ impl Session<'_> {
             let numbers = self.wait_for_groups(step)?;
             let groups = groups(&self.log.reader(), step, &numbers, self.options.n_samples_per_prompt)?;
             let ages = self.ages(step, &groups);
-            if !leave_out_stale(self.queue()?, &self.log, step, &groups, &ages)? {
+            let stale = stale(self.queue()?, step, &groups, &ages);
+            if stale.is_empty() {
                 break (numbers, groups, ages);
             }
+            self.leave_out(step, stale)?;
         };
         let samples = groups.iter().flat_map(|group| &group.records).map(ledger::digest).collect();
-        self.ledger.note(step, &numbers, samples, self.recipe())?;
+        let recipe = self.recipe();
+        let ledger = self.ledger.as_mut().ok_or(Error::Bug { what: "rollouts train" })?;
+        ledger.note(step, &numbers, samples, recipe)?;
         let too_old: Vec<f64> = groups.iter().map(|group| ages.stale_share(group)).collect();
         let since = self.queue()?.take(step, numbers, &too_old);
-        let generated = StepMetrics {
-            rollout_id: step,
-            groups_failed: since.dropped.failed,
-            answers_failed: since.failures.by_name(),
-            answers_made_again: since.failures.made_again,
-            groups_filtered: since.dropped.filtered,
-            groups_too_old: since.dropped.too_old,
-            generate_ms: milliseconds(since.active),
-            train_wait_ms: milliseconds(wait.elapsed()),
-            rollout_wait_ms: milliseconds(since.idle),
-            ..StepMetrics::default()
-        };
+        let generated =
+            StepMetrics { train_wait_ms: milliseconds(wait.elapsed()), ..generated(step, &since) };
         Ok(Taken { groups, ages, generated })
+    }
+
+    /// Leaves out groups that `step` was to take, of which all is too old.
+    fn leave_out(&mut self, step: u64, stale: Vec<u64>) -> Result<()> {
+        for group in &stale {
+            tracing::warn!(step, group, "group left out: {ALL_TOO_OLD}");
+            self.queue()?.leave_out(*group);
+        }
+        match &mut self.to_rollouts {
+            Some(rollouts) => rollouts.tell(|line| line.too_old = stale),
+            None => stale
+                .into_iter()
+                .try_for_each(|group| rollout::leave_out(self.log.own()?, group, ALL_TOO_OLD)),
+        }
     }
 
     /// The numbers of the groups of `step`. Engines that come back meanwhile are brought to the newest version.
     fn wait_for_groups(&mut self, step: u64) -> Result<Vec<u64>> {
+        if self.to_rollouts.is_some() {
+            return self.wait_for_rollouts(step);
+        }
         let mut refused = BTreeSet::new();
         let queue = self.queue()?.clone();
         loop {
@@ -162,22 +176,25 @@ impl Session<'_> {
     }
 }
 
-/// Leaves out those of the groups that `step` is to take of which all is too old, and says whether there were any.
-pub(super) fn leave_out_stale(
-    queue: &Queue,
-    log: &Log,
-    step: u64,
-    groups: &[Group],
-    ages: &Ages,
-) -> Result<bool> {
-    let stale = groups.iter().filter(|group| !queue.has_taken(step) && ages.is_stale(group));
-    let stale: Vec<u64> = stale.map(|group| group.group_id).collect();
-    for group in &stale {
-        tracing::warn!(step, group, "group left out: all of its tokens are too old");
-        rollout::leave_out(log, *group, "all of its tokens are too old")?;
-        queue.leave_out(*group);
+/// What is known of the generation of the groups that `step` takes.
+pub(super) fn generated(step: u64, since: &Since) -> StepMetrics {
+    StepMetrics {
+        rollout_id: step,
+        groups_failed: since.dropped.failed,
+        answers_failed: since.failures.by_name(),
+        answers_made_again: since.failures.made_again,
+        groups_filtered: since.dropped.filtered,
+        groups_too_old: since.dropped.too_old,
+        generate_ms: milliseconds(since.active),
+        rollout_wait_ms: milliseconds(since.idle),
+        ..StepMetrics::default()
     }
-    Ok(!stale.is_empty())
+}
+
+/// Those of the groups that `step` is to take of which all is too old.
+pub(super) fn stale(queue: &Queue, step: u64, groups: &[Group], ages: &Ages) -> Vec<u64> {
+    let stale = groups.iter().filter(|group| !queue.has_taken(step) && ages.is_stale(group));
+    stale.map(|group| group.group_id).collect()
 }
 
 /// The groups of these numbers, of so many answers each, that `step` learns from.

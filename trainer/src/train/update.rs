@@ -77,18 +77,6 @@ impl Updates {
         Ok(())
     }
 
-    /// Reads the newest label in the store, whoever published it and without waiting for this loop to hear of it.
-    pub(super) fn newest_in_store(&self) -> Newest {
-        let run = self.run.clone();
-        Newest::new(move || match run.newest_version(MODEL) {
-            Ok(version) => Label::new(&run.id().to_string(), version?.0).ok(),
-            Err(error) => {
-                tracing::warn!(%error, "the store does not tell its newest version");
-                None
-            }
-        })
-    }
-
     /// The label engines carry for the newest version.
     pub(super) fn label(&self) -> Result<Option<Label>> {
         let run_id = self.run.id().to_string();
@@ -241,6 +229,17 @@ impl Updates {
         }
         Ok(told)
     }
+}
+
+/// Reads the newest label in the store, whoever published it and without waiting for this loop to hear of it.
+pub(super) fn newest_in_store(run: Run) -> Newest {
+    Newest::new(move || match run.newest_version(MODEL) {
+        Ok(version) => Label::new(&run.id().to_string(), version?.0).ok(),
+        Err(error) => {
+            tracing::warn!(%error, "the store does not tell its newest version");
+            None
+        }
+    })
 }
 
 /// What followers wrote about a version.

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::hook::{Filter, Filters};
 use crate::ledger::{self, Ledger, Recipe};
 use crate::options::{LearnOptions, Mode};
-use crate::rollout::{Policy, PromptNote, Queue, RolloutOptions, Rollouts};
+use crate::rollout::{self, Policy, PromptNote, Queue, RolloutOptions, Rollouts};
 use crate::tasks::{Task, tiny};
 use driftless_verify::verify;
 use world::{Data, Fleet, World, Worth, draw, length, token, worth};
@@ -171,8 +171,13 @@ impl Run<'_> {
             };
             let groups = take::groups(&log.reader(), step, &numbers, self.answers)?;
             let ages = Ages::of(&groups, self.oldest(), |version| Some(step.saturating_sub(version)));
-            if !take::leave_out_stale(queue, log, step, &groups, &ages)? {
+            let stale = take::stale(queue, step, &groups, &ages);
+            if stale.is_empty() {
                 break (numbers, groups, ages);
+            }
+            for group in stale {
+                rollout::leave_out(log, group, take::ALL_TOO_OLD)?;
+                queue.leave_out(group);
             }
         };
         self.world.happens("chosen", step).await;
