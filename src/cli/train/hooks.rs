@@ -5,7 +5,7 @@ use crate::cli::shared::numbers;
 use driftless::agent::session::Thoughts;
 use driftless::trainer::data::DataOptions;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
-use driftless::trainer::reward::{BuiltIn, Remote, Reward};
+use driftless::trainer::reward::{BuiltIn, Given, Remote, Reward};
 use driftless::trainer::rollout::HOOK_RETRIES;
 use driftless::trainer::tasks::{DataSource, Task};
 use serde::{Serialize as _, Serializer};
@@ -134,6 +134,11 @@ impl RewardArgs {
             (Some(name), _, _) => Ok(Some(Arc::new(name.parse::<BuiltIn>()?))),
             (None, None, None) => Ok(None),
         }
+    }
+
+    /// What a hook that makes answers gives them, where no other reward was asked for.
+    pub(super) fn given(&self) -> Option<Arc<dyn Reward>> {
+        self.custom_generate_command.as_ref().map(|_| Arc::new(Given) as Arc<dyn Reward>)
     }
 
     /// These prompts with their rewards, for the model of a checkpoint.

@@ -29,12 +29,16 @@ pub struct Example {
     pub label: Option<Box<RawValue>>,
     /// The row's object for rewards, as JSON.
     pub metadata: Option<Box<RawValue>>,
+    /// The messages that a prompt is rendered from, as a JSON list, if it is.
+    pub messages: Option<Box<RawValue>>,
+    /// The row's tools, as a JSON list.
+    pub tools: Option<Box<RawValue>>,
 }
 
 impl From<Example> for Prompt {
     fn from(example: Example) -> Self {
-        let Example { place, text, tokens, label, metadata, loss_mask: _ } = example;
-        Prompt { tokens, text, label, metadata, place }
+        let Example { place, text, tokens, label, metadata, messages, tools, loss_mask: _ } = example;
+        Prompt { tokens, text, label, metadata, messages, tools, place }
     }
 }
 
@@ -150,7 +154,8 @@ impl RowReader {
         if tokens.len() > self.limit {
             return Err(Why::TooLong { tokens: tokens.len(), limit: self.limit });
         }
-        Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata })
+        let (messages, tools) = (self.messages(fields), self.tool_list(fields));
+        Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata, messages, tools })
     }
 
     /// The prompt as the model reads it.
@@ -209,6 +214,25 @@ impl RowReader {
             false => Err(Why::bad(format!("a list of tools in `{key}`"), format!("`{}`", short(&text)))),
         };
         tools.map(list).transpose()
+    }
+
+    /// The same as it is told to hooks, whether or not the prompt has them.
+    fn tool_list(&self, fields: &Fields) -> Option<Box<RawValue>> {
+        let told = fields.get(&self.options.tool_key)?;
+        let list = match parse::<String>(told.get()) {
+            Ok(text) => RawValue::from_string(text).ok()?,
+            Err(_) => told.clone(),
+        };
+        list.get().starts_with('[').then_some(list)
+    }
+
+    /// The messages that the prompt is rendered from, if it is.
+    fn messages(&self, fields: &Fields) -> Option<Box<RawValue>> {
+        let input = fields.get(&self.options.input_key).filter(|_| self.template.is_some())?;
+        match input.get().starts_with('[') {
+            true => Some(input.clone()),
+            false => RawValue::from_string(format!(r#"[{{"role":"user","content":{}}}]"#, input.get())).ok(),
+        }
     }
 
     fn label(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Why> {

@@ -6,10 +6,12 @@ use std::collections::HashSet;
 use driftless_bridge::Generation;
 use driftless_bridge::engine::context;
 use serde::Deserialize;
+use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::Fault;
-use crate::sample::Trajectory;
+use crate::error::short;
+use crate::sample::{Trajectory, finite};
 
 /// A sample as a command describes it.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -23,6 +25,8 @@ pub(super) struct Claim {
     pub(super) loss_mask: Option<Vec<u8>>,
     /// What rewards are given in place of the prompt's.
     pub(super) metadata: Option<Box<RawValue>>,
+    /// The reward of the answer, in place of the one that is asked for.
+    pub(super) reward: Option<Value>,
 }
 
 /// A generation with what the engine read.
@@ -66,10 +70,17 @@ pub(super) fn assemble(
         }
     }
     trajectory.metadata = claim.metadata;
+    trajectory.reward = claim.reward.as_ref().map(number).transpose()?;
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
     }
+}
+
+/// A reward that a hook gives.
+fn number(reward: &Value) -> Result<f32, Fault> {
+    let found = || format!("`{}`", short(&reward.to_string()));
+    finite(reward).ok_or_else(|| Fault::of("one finite number as `reward` of a sample", found()))
 }
 
 /// Has each token that several samples of an answer hold trained on in the first of them alone.

@@ -14,6 +14,9 @@ pub(super) struct Kept {
     /// What rewards are given in place of the prompt's metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) metadata: Option<Box<RawValue>>,
+    /// The reward, where what made the answer gave one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reward: Option<f32>,
     /// How many parts there are. Of releases before, like all that follows.
     #[serde(skip_serializing)]
     parts: Option<usize>,
@@ -25,11 +28,13 @@ pub(super) struct Kept {
 impl Kept {
     /// What is kept beside an answer, as bytes: none where nothing is.
     pub(super) fn bytes(parts: &[Trajectory]) -> Vec<u8> {
-        let Some(metadata) = parts.iter().rev().find_map(|part| part.metadata.clone()) else {
+        let metadata = parts.iter().rev().find_map(|part| part.metadata.clone());
+        let reward = parts.iter().rev().find_map(|part| part.reward);
+        if metadata.is_none() && reward.is_none() {
             return Vec::new();
-        };
+        }
         // JSON is always JSON.
-        serde_json::to_vec(&Kept { metadata: Some(metadata), ..Kept::default() }).unwrap_or_default()
+        serde_json::to_vec(&Kept { metadata, reward, ..Kept::default() }).unwrap_or_default()
     }
 
     pub(super) fn of(record: &Record) -> Self {

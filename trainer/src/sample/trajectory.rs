@@ -26,6 +26,8 @@ pub struct Trajectory {
     pub engine: String,
     /// What rewards are given in place of the prompt's metadata, as a JSON object.
     pub metadata: Option<Box<RawValue>>,
+    /// The reward of its answer, where what made it gave one. Of several parts the last that has one counts.
+    pub reward: Option<f32>,
 }
 
 impl Trajectory {
@@ -42,6 +44,7 @@ impl Trajectory {
             finish: Finish::Stop,
             engine: String::new(),
             metadata: None,
+            reward: None,
         }
     }
 
