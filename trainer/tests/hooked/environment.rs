@@ -187,3 +187,26 @@ async fn what_an_environment_lacks_is_told_before_it_plays() {
         assert!(refused.contains("--environment") && refused.contains(words), "{refused}");
     }
 }
+
+/// The taskset of `examples/`, with the prompts and the tools of `tools:FOLDER`. Its server imports the wheel's modules too.
+#[tokio::test(flavor = "multi_thread")]
+async fn tools_of_the_example_are_called_by_an_agent_of_verifiers() {
+    let Some(python) = python("DRIFTLESS_VERIFIERS_PYTHON") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (root, place) = (concat!(env!("CARGO_MANIFEST_DIR"), "/.."), dir.path());
+    checkpoint(place);
+    std::fs::write(place.join("chat_template.jinja"), super::tools::TEMPLATE).unwrap();
+    let example = format!("{root}/examples/tools_verifiers.py");
+    std::fs::copy(example, place.join("tools_verifiers.py")).unwrap();
+    std::fs::create_dir(place.join("driftless_rl")).unwrap();
+    let init = format!("__path__ = [{:?}]\n", format!("{root}/python/python/driftless_rl"));
+    std::fs::write(place.join("driftless_rl/__init__.py"), init).unwrap();
+    let folder = super::tools::notes(place);
+    let settings = format!(
+        r#"{{"taskset": {{"task": {{"tools": {{"folder": {folder:?}, "seed": 3}}}}}}, "agent": {{"harness": {{"id": "null"}}}}}}"#
+    );
+    let task = task(place, &python, "verifiers:tools-verifiers", &settings).await;
+    for (text, reward) in super::tools::played_of(place, task, super::tools::able).await {
+        assert!(reward == 1.0 && text.contains("<tool_response>"), "{reward}: {text}");
+    }
+}
