@@ -84,6 +84,11 @@ fn a_hook_that_gives_the_reward_needs_no_other() {
         let shown = json(command.arg("--custom-generate-command").arg(&hook));
         assert_eq!(shown["reward"], 0.75, "{shown}");
     }
+    let mut unrewarded = try_unrewarded(dir.path(), &model, &fake);
+    let hook = says(&format!("\"samples\": [{{\"tokens\": {tokens:?}}}]"));
+    let failed = output(unrewarded.arg("--custom-generate-command").arg(hook));
+    let told = String::from_utf8_lossy(&[failed.stdout, failed.stderr].concat()).into_owned();
+    assert!(told.contains("expected a `reward` of the hook that made the answer, found none"), "{told}");
     let refused = output(&mut try_unrewarded(dir.path(), &model, &fake));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("--rm-type NAME"), "{refused:?}");
 }

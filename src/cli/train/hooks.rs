@@ -2,11 +2,13 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
+use async_trait::async_trait;
 use driftless::agent::session::Thoughts;
 use driftless::trainer::data::DataOptions;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
-use driftless::trainer::reward::{BuiltIn, Given, Remote, Reward};
+use driftless::trainer::reward::{BuiltIn, Remote, Reward};
 use driftless::trainer::rollout::HOOK_RETRIES;
+use driftless::trainer::sample::Answer;
 use driftless::trainer::tasks::{DataSource, Task};
 use serde::{Serialize as _, Serializer};
 use std::path::Path;
@@ -80,6 +82,24 @@ pub(crate) struct HookArgs {
     #[arg(long, value_name = "HOOK")]
     #[serde(serialize_with = "digest")]
     custom_reward_post_process_command: Option<String>,
+}
+
+/// No reward but those that answers are given by the hook that makes them.
+#[derive(Debug)]
+struct Given;
+
+#[async_trait]
+impl Reward for Given {
+    async fn score(&self, answers: &[Answer]) -> driftless::trainer::Result<Vec<f32>> {
+        let Some(first) = answers.first() else { return Ok(Vec::new()) };
+        Err(driftless::trainer::Error::Reward {
+            sample: first.sample,
+            expected: "a `reward` of the hook that made the answer".to_owned(),
+            found: "none".to_owned(),
+            todo: "have it give one (docs/hooks.md), or name --custom-rm-command or another flag of rewards",
+            is_away: false,
+        })
+    }
 }
 
 /// The start of a hook's digest: what a command or a URL says may be secret.

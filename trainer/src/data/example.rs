@@ -154,7 +154,7 @@ impl RowReader {
         if tokens.len() > self.limit {
             return Err(Why::TooLong { tokens: tokens.len(), limit: self.limit });
         }
-        let (messages, tools) = (self.messages(fields), self.tool_list(fields));
+        let (messages, tools) = (self.messages(fields), self.tools(fields).ok().flatten());
         Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata, messages, tools })
     }
 
@@ -197,33 +197,20 @@ impl RowReader {
     }
 
     fn chat(&self, messages: Value, fields: &Fields) -> Result<Chat<'_>, Why> {
-        Ok(Chat { messages, tools: self.tools(fields)?, variables: self.variables.as_ref() })
+        let tools = self.tools(fields)?.map(|tools| parse(tools.get())).transpose()?;
+        Ok(Chat { messages, tools, variables: self.variables.as_ref() })
     }
 
-    /// The row's list of tools, if it has one.
-    fn tools(&self, fields: &Fields) -> Result<Option<Value>, Why> {
+    /// The row's list of tools as JSON, if it has one. Some data sets keep it as text.
+    fn tools(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Why> {
         let key = &self.options.tool_key;
-        let tools = match fields.get(key).map(|tools| tools.get()) {
-            // Some data sets keep them as text.
-            Some(text) if text.starts_with('"') => Some(parse::<String>(text)?),
-            Some("null") | None => None,
-            Some(list) => Some(list.to_owned()),
-        };
-        let list = |text: String| match text.trim_start().starts_with('[') {
-            true => parse::<Value>(&text),
+        let Some(told) = fields.get(key).filter(|told| told.get() != "null") else { return Ok(None) };
+        let is_text = told.get().starts_with('"');
+        let text = if is_text { parse(told.get())? } else { told.get().to_owned() };
+        match text.trim_start().starts_with('[') {
+            true => parse(&text).map(Some),
             false => Err(Why::bad(format!("a list of tools in `{key}`"), format!("`{}`", short(&text)))),
-        };
-        tools.map(list).transpose()
-    }
-
-    /// The same as it is told to hooks, whether or not the prompt has them.
-    fn tool_list(&self, fields: &Fields) -> Option<Box<RawValue>> {
-        let told = fields.get(&self.options.tool_key)?;
-        let list = match parse::<String>(told.get()) {
-            Ok(text) => RawValue::from_string(text).ok()?,
-            Err(_) => told.clone(),
-        };
-        list.get().starts_with('[').then_some(list)
+        }
     }
 
     /// The messages that the prompt is rendered from, if it is.

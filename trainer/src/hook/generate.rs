@@ -20,7 +20,7 @@ use super::sample::{Claim, Made, assemble, once};
 use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
 use crate::error::{Failure, Result};
-use crate::sample::{Prompt, Trajectory, Turn};
+use crate::sample::{Prompt, Read, Trajectory, Turn};
 
 /// Samples that an answer may become.
 const SAMPLES_MAX: usize = 1024;
@@ -35,9 +35,7 @@ struct Question<'a> {
     label: Option<&'a RawValue>,
     metadata: Option<&'a RawValue>,
     /// What the prompt was rendered from, and the tools of its row.
-    #[serde(skip_serializing_if = "Option::is_none")]
     messages: Option<&'a RawValue>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     tools: Option<&'a RawValue>,
     /// Under SGLang's names.
     sampling_params: &'a Value,
@@ -117,6 +115,8 @@ struct Conversation<'a> {
     turn: &'a Turn<'a>,
     sampling_params: Value,
     made: Vec<Made>,
+    /// The prompt; once something is made, what the last generation read and wrote.
+    so_far: Vec<i32>,
     /// What clients of the hook had drawn. None of it is told to the hook, or gone on with by its own generations.
     drawn: Vec<Made>,
     /// Generations that were refused, and not made.
@@ -154,6 +154,7 @@ impl Hook {
             turn,
             sampling_params,
             made: Vec::new(),
+            so_far: prompt.tokens.clone(),
             drawn: Vec::new(),
             refused: 0,
             said: Vec::new(),
@@ -226,7 +227,7 @@ impl Conversation<'_> {
     async fn begin_again(&mut self) -> Result<(), Fault> {
         self.begun_again = true;
         (self.made.clear(), self.said.clear());
-        self.refused = 0;
+        (self.refused, self.so_far) = (0, self.prompt.tokens.clone());
         if let Some(clients) = &self.hook.clients {
             self.seat = Some(clients.open(self.turn).await?);
             self.drawn.clear();
@@ -341,7 +342,10 @@ impl Conversation<'_> {
             None => Vec::new(),
         };
         let mut samples = Vec::new();
-        for claim in claims {
+        for mut claim in claims {
+            if conversations.is_empty() && !self.made.is_empty() {
+                claim.tokens.get_or_insert_with(|| self.so_far.clone());
+            }
             if claim.tokens.is_some() || conversations.is_empty() {
                 samples.push(assemble(claim, prompt, &self.made, vocabulary)?);
                 continue;
@@ -358,10 +362,6 @@ impl Conversation<'_> {
 
     /// Has an engine generate.
     async fn generate(&mut self, wanted: Wanted) -> Result<Result<(), Fault>> {
-        let so_far = || match self.made.last() {
-            Some(last) => [last.input_ids.as_slice(), &last.generation.output_ids].concat(),
-            None => self.prompt.tokens.clone(),
-        };
         // Tokenised alone: what an engine wrote stays as it is.
         let appended = match (&wanted.input_ids, wanted.append, wanted.append_messages) {
             (None, Some(text), None) => Some(self.tokenizer.encode(&text)?),
@@ -380,8 +380,8 @@ impl Conversation<'_> {
                 return Ok(Err(Fault::of(expected, "two of them, or all")));
             }
         };
-        let input_ids =
-            wanted.input_ids.unwrap_or_else(|| [so_far(), appended.clone().unwrap_or_default()].concat());
+        let so_far = || [self.so_far.as_slice(), appended.as_deref().unwrap_or_default()].concat();
+        let input_ids = wanted.input_ids.unwrap_or_else(so_far);
         let (nth, sampling) = (self.made.len() as u64, wanted.sampling_params.of(&self.turn.sampling));
         let generation = self.turn.generate(nth, input_ids.clone(), sampling).await?;
         self.is_full = has_no_room(&generation);
@@ -402,7 +402,8 @@ impl Conversation<'_> {
             error: None,
         };
         self.tell(said);
-        self.made.push(Made { input_ids, generation });
+        self.so_far = [input_ids.as_slice(), &generation.output_ids].concat();
+        self.made.push(Made { read: Read::of(&input_ids), generation });
         Ok(Ok(()))
     }
 }
@@ -423,7 +424,9 @@ impl Conversation<'_> {
         let clients = self.hook.clients.as_ref();
         let clients = clients.ok_or_else(|| refused("a command, and a template of a known family"))?;
         let last = self.made.last().ok_or_else(|| refused("a generation before them"))?;
-        clients.family().append(messages, &last.input_ids, &last.generation.output_ids)
+        let given = self.so_far.len() - last.generation.output_ids.len();
+        let (given, sampled) = self.so_far.split_at(given);
+        clients.family().append(messages, given, sampled)
     }
 
     /// A generation as a message, where the template is of a known family.
@@ -442,11 +445,12 @@ async fn next(seat: &mut Option<Seat>) -> Option<Asked> {
 
 /// Draws tokens for a client.
 async fn draw(turn: &Turn<'_>, Asked { nth, input_ids, sampling, reply }: Asked) -> Result<Made> {
-    let drawn = turn.generate(nth, input_ids.clone(), sampling).await;
+    let read = Read::of(&input_ids);
+    let drawn = turn.generate(nth, input_ids, sampling).await;
     let told = drawn.as_ref().map(Generation::clone).map_err(|error| Refusal::Busy(error.to_string()));
     // A client that has gone finds its answer when it asks again.
     let _ = reply.send(told);
-    Ok(Made { input_ids, generation: drawn? })
+    Ok(Made { read, generation: drawn? })
 }
 
 /// Whether no engine was asked, as the context was full.

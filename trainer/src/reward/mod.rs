@@ -34,17 +34,3 @@ pub trait Reward: Send + Sync + fmt::Debug {
         Ok(())
     }
 }
-
-/// No reward but those that answers are given by what makes them.
-#[derive(Debug, Clone, Copy)]
-pub struct Given;
-
-#[async_trait]
-impl Reward for Given {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
-        let Some(first) = answers.first() else { return Ok(Vec::new()) };
-        let todo =
-            "give one in `turn.sample(reward=…)`, or name --custom-rm-command or another flag of rewards";
-        Err(first.refused("a `reward` of the hook that made the answer", "none", todo))
-    }
-}

@@ -3,6 +3,7 @@
 mod trajectory;
 mod turn;
 
+pub(crate) use trajectory::Read;
 pub use trajectory::Trajectory;
 pub use turn::{Engines, Turn, Underway};
 

@@ -77,7 +77,7 @@ class _Answer:
         self._samples: list[dict[str, Any]] = []
         self._generations = 0
         # The first of the messages that the policy has read or written, and how many it is being told.
-        self._known: list[dict[str, Any]] = list(question.get("messages", ()))
+        self._known: list[dict[str, Any]] = list(question.get("messages") or ())
         self._asked = len(self._known)
         #: Number of the answer: the same when it is made again.
         self.index: int = question["index"]
@@ -90,7 +90,7 @@ class _Answer:
         #: appended is rendered with the run's template for the next generation.
         self.messages: list[dict[str, Any]] = list(self._known)
         #: The tools of the prompt's row.
-        self.tools: list[Any] = question.get("tools", [])
+        self.tools: list[Any] = question.get("tools") or []
         #: Of the run: ``max_new_tokens``, ``temperature``, ``stop`` and more.
         self.sampling_params: dict[str, Any] = question["sampling_params"]
         #: Whether the answer is measured, and not learned from.
