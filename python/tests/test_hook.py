@@ -139,11 +139,13 @@ def test_reward_of_a_sample_is_a_finite_number(hook):
     process = hook("""
 @generate
 async def answer(turn):
-    turn.sample([1, 2, 3], reward=1)
+    turn.sample([1, 2, 3], reward=1, rewards={"right": 1, "form": 0.5})
     turn.sample([1, 2, 3], reward=float(turn.label))
 """)
     process.say(1, **QUESTION | {"label": "0.5"})
-    assert [sample["reward"] for sample in process.line()["samples"]] == [1.0, 0.5]
+    first, second = process.line()["samples"]
+    assert (first["reward"], first["rewards"]) == (1.0, {"right": 1.0, "form": 0.5})
+    assert second == {"tokens": [1, 2, 3], "reward": 0.5}
     process.say(2, **QUESTION | {"label": "nan"})
     error = "ValueError: turn.sample: expected a finite number as `reward`, found nan (mine.py:7)"
     assert process.line() == {"id": 2, "turn": 0, "error": error}

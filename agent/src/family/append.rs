@@ -26,8 +26,8 @@ impl Family {
         })
     }
 
-    /// An answer as a message. Its calls get ids that begin with `call_id`, where the model writes none; `tools` tell types
-    /// of their arguments.
+    /// An answer as a message. Its calls get ids that begin with `call_id`, where the model writes none; `tools`, a list in
+    /// JSON, tell types of their arguments.
     ///
     /// # Errors
     /// [`Refusal::Broken`] for ids that the tokenizer cannot decode.
@@ -35,10 +35,12 @@ impl Family {
         &self,
         given: &[i32],
         sampled: &[i32],
-        tools: &[Json],
+        tools: Option<&str>,
         call_id: &str,
     ) -> Result<Value, Refusal> {
-        let drawn = Drawn { given, sampled, is_cut: false, stop: &[], tools };
+        // Others than functions tell nothing.
+        let tools: Vec<Json> = tools.and_then(|tools| serde_json::from_str(tools).ok()).unwrap_or_default();
+        let drawn = Drawn { given, sampled, is_cut: false, stop: &[], tools: &tools };
         let said = self.said(&drawn, call_id).map_err(|error| Refusal::Broken(error.to_string()))?;
         Ok(wire::spoken(&said.message))
     }

@@ -96,7 +96,6 @@ fn appended_messages_have_the_ids_of_a_clients() {
     let tool = json!({"role": "tool", "tool_call_id": "functions.ls:0", "content": "bin<|im_end|>"});
     let asks = json!({"role": "user", "content": [{"type": "text", "text": "And the size?"}]});
     let appended: Vec<Json> = [tool, asks].map(Json::from).into();
-    let tools: Vec<Json> = serde_json::from_str(TOOLS).unwrap();
     for (template, _) in TEMPLATES {
         let call = toy::thought(template, &toy::call_of(template, "ls", "path", "\"/\""));
         let (family, mut tree) = (toy::family(template), Tree::new(Bounds::default(), Thoughts::Kept));
@@ -108,7 +107,7 @@ fn appended_messages_have_the_ids_of_a_clients() {
         let at = tree.turn(&family, first, made, 1).unwrap();
         let at = tree.commit(at).unwrap();
         let answer = tree.answer(at).message;
-        let told = family.answer(&given, &sampled, &tools, "call_0").unwrap();
+        let told = family.answer(&given, &sampled, Some(TOOLS), "call_0").unwrap();
         assert_eq!(told["tool_calls"][0]["function"]["arguments"], r#"{"path":"/"}"#, "{template}");
         let call_id = Some(answer.calls[0].id.clone());
         talk.extend([

@@ -351,8 +351,8 @@ impl Conversation<'_> {
                 continue;
             }
             for one in &conversations {
-                let (metadata, reward) = (claim.metadata.clone(), claim.reward.clone());
-                let one = Claim { metadata, reward, ..one.clone() };
+                let Claim { tokens, prompt_len, loss_mask, .. } = one.clone();
+                let one = Claim { tokens, prompt_len, loss_mask, ..claim.clone() };
                 samples.push(assemble(one, prompt, &self.drawn, vocabulary)?);
             }
         }
@@ -406,9 +406,7 @@ impl Conversation<'_> {
         self.made.push(Made { read: Read::of(&input_ids), generation });
         Ok(Ok(()))
     }
-}
 
-impl Conversation<'_> {
     /// Has the hook told of a generation: of the last one alone, where it knows the others.
     fn tell(&mut self, said: Said) {
         if self.talk.is_some() {
@@ -431,10 +429,9 @@ impl Conversation<'_> {
 
     /// A generation as a message, where the template is of a known family.
     fn message(&self, given: &[i32], sampled: &[i32]) -> Option<Value> {
-        let clients = self.hook.clients.as_ref()?;
-        let tools = self.prompt.tools.as_ref().and_then(|tools| serde_json::from_str(tools.get()).ok());
-        let (tools, nth): (Vec<Json>, _) = (tools.unwrap_or_default(), self.made.len());
-        clients.family().answer(given, sampled, &tools, &format!("call_{nth}")).ok()
+        let family = self.hook.clients.as_ref()?.family();
+        let (tools, nth) = (self.prompt.tools.as_deref().map(RawValue::get), self.made.len());
+        family.answer(given, sampled, tools, &format!("call_{nth}")).ok()
     }
 }
 

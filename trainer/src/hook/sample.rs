@@ -1,7 +1,7 @@
 //! A command's claim becomes a sample that can be trained on: every trained token has the id, the log-probability and
 //! the version that an engine gave it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use driftless_bridge::Generation;
 use driftless_bridge::engine::context;
@@ -27,6 +27,9 @@ pub(super) struct Claim {
     pub(super) metadata: Option<Box<RawValue>>,
     /// The reward of the answer, in place of the one that is asked for.
     pub(super) reward: Option<Value>,
+    /// What it is made of, by name.
+    #[serde(default)]
+    pub(super) rewards: BTreeMap<String, Value>,
 }
 
 /// A generation, and what the engine read.
@@ -69,17 +72,19 @@ pub(super) fn assemble(
         }
     }
     trajectory.metadata = claim.metadata;
-    trajectory.reward = claim.reward.as_ref().map(number).transpose()?;
+    trajectory.reward = claim.reward.map(|reward| number("reward", &reward)).transpose()?;
+    let named = claim.rewards.iter().map(|(name, value)| Ok((name.clone(), number(name, value)?)));
+    trajectory.components = named.collect::<Result<_, Fault>>()?;
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
     }
 }
 
-/// A reward that a hook gives.
-fn number(reward: &Value) -> Result<f32, Fault> {
-    let found = || format!("`{}`", short(&reward.to_string()));
-    finite(reward).ok_or_else(|| Fault::of("one finite number as `reward` of a sample", found()))
+/// A reward that a hook gives, or a part of it.
+fn number(name: &str, value: &Value) -> Result<f32, Fault> {
+    let found = || format!("`{}`", short(&value.to_string()));
+    finite(value).ok_or_else(|| Fault::of(format_args!("one finite number as `{name}`"), found()))
 }
 
 /// Has each token that several samples of an answer hold trained on in the first of them alone.

@@ -8,7 +8,7 @@ use driftless_buffer::{Finish, Record, Scalars};
 use driftless_store::chain_text;
 
 use super::keep::Keeper;
-use super::parts::{Kept, parts};
+use super::parts::{Kept, components, parts};
 use super::pieces::{self, Durable};
 use super::record::{Answered, Scored};
 use super::{Begun, Rollouts};
@@ -142,8 +142,9 @@ impl Rollouts {
             let all = drawn.iter().zip(rewards.iter().zip(&raw)).enumerate();
             let lacking = all.filter(|(_, (drawn, _))| !drawn.is_scored);
             let scored = lacking.map(|(index, (drawn, (&reward, &raw)))| {
-                let answer = drawn.answered.answer;
-                Scored { answer, reward, raw, verdict: verdict(index) }
+                let Answered { answer, parts, .. } = &*drawn.answered;
+                let rewards = [raw, reward].into_iter().chain(components(parts).into_values()).collect();
+                Scored { answer: *answer, reward, rewards, verdict: verdict(index) }
             });
             scored.collect::<Vec<_>>()
         };
@@ -169,7 +170,7 @@ impl Rollouts {
         let mut parts: Vec<Trajectory> = records.iter().map(said).collect();
         let (first, record) = (parts.first_mut()?, records.first()?);
         let kept = Kept::of(record);
-        (first.metadata, first.reward) = (kept.metadata, kept.reward);
+        (first.metadata, first.reward, first.components) = (kept.metadata, kept.reward, kept.components);
         let (scalars, is_scored) = (*record.scalars(), !record.scalars().score_follows);
         let answered = Answered { answer, parts, scalars, times: [0; 3], beside: Vec::new() };
         Some(Drawn { answered: Arc::new(answered), is_scored })

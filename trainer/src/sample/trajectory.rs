@@ -1,5 +1,7 @@
 //! What a sample is made of, token by token.
 
+use std::collections::BTreeMap;
+
 use driftless_bridge::engine::{self, ReplyDigest};
 use driftless_bridge::{Generation, Label};
 use driftless_buffer::{Finish, VersionSpan};
@@ -48,6 +50,8 @@ pub struct Trajectory {
     pub metadata: Option<Box<RawValue>>,
     /// The reward of its answer, where what made it gave one. Of several parts the last that has one counts.
     pub reward: Option<f32>,
+    /// What it is made of, by name, where what made the answer says so. The last part that says any counts.
+    pub components: BTreeMap<String, f32>,
 }
 
 impl Trajectory {
@@ -65,6 +69,7 @@ impl Trajectory {
             engine: String::new(),
             metadata: None,
             reward: None,
+            components: BTreeMap::new(),
         }
     }
 

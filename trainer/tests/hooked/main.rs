@@ -271,7 +271,7 @@ for line in sys.stdin:
     elif not ask["generations"]:
         said = {"generate": {}}
     else:
-        said = {"samples": [{"reward": 0.5}, {"reward": 0.25}, {}] if ask["index"] % 2 else [{}]}
+        said = {"samples": [{"reward": 0.5}, {"reward": 0.25, "rewards": {"b": 3, "a": 2}}, {}] if ask["index"] % 2 else [{}]}
     print(json.dumps({"id": ask["id"], **said}), flush=True)
 "#;
     std::fs::write(dir.path().join("gives.py"), script).unwrap();
@@ -284,9 +284,10 @@ for line in sys.stdin:
     Arc::get_mut(&mut rollouts).unwrap().options.reward_pause = std::time::Duration::from_millis(1);
     let (groups, _) = generate(&rollouts).await.unwrap();
     let records = groups.iter().flat_map(|group| records(&rollouts, *group));
-    let given: Vec<_> = records.map(|one| (one.scalars().sample_id % 2, one.scalars().reward)).collect();
+    let given: Vec<_> = records.map(|one| (one.scalars().sample_id % 2, one.rewards().to_vec())).collect();
     assert_eq!(given.len(), 8, "{given:?}");
-    assert!(given.iter().all(|one| [(0, 7.0), (1, 0.25)].contains(one)), "{given:?}");
+    let expected = [(0, vec![7.0, 7.0]), (1, vec![0.25, 0.25, 2.0, 3.0])];
+    assert!(given.iter().all(|one| expected.contains(one)), "{given:?}");
 }
 
 /// A crash after the second sample of an answer, and before its first, which is written last.
@@ -322,6 +323,7 @@ async fn hook_that_asks_too_much_drops_its_group() {
         (r#"{"generate": {"input_ids": [3], "append": "+"}}"#, "two of them"),
         (r#"{"generate": {"append": "+", "append_messages": []}}"#, "`append_messages`"),
         (r#"{"samples": [{"tokens": [3], "reward": 1e300}]}"#, "one finite number as `reward`"),
+        (r#"{"samples": [{"tokens": [3], "rewards": {"form": "good"}}]}"#, "one finite number as `form`"),
         (r#"{"generate": {}, "samples": [{}]}"#, "neither, or both"),
         (r#"{"samples": []}"#, "found 0"),
         (r#"{"samples": [{}]}"#, "neither"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -111,6 +111,7 @@ class _Answer:
         loss_mask: Sequence[int] | None = None,
         metadata: dict[str, Any] | None = None,
         reward: float | None = None,
+        rewards: Mapping[str, float] | None = None,
     ) -> None:
         """Makes a sample a part of the answer. Without a call, the answer is what the last generation read and wrote.
 
@@ -122,15 +123,19 @@ class _Answer:
             loss_mask: per response token, 1 to train on it and 0 not to; by default 1 for all that engines wrote.
             metadata: what rewards are given in place of the prompt's.
             reward: of the answer, which no other reward is asked about then; the last one of several samples counts.
+            rewards: what the reward is made of, by name: for the log and the run's figures.
         """
         if tokens is None and self._generations == 0 and self.base_url is None:
             raise RuntimeError("turn.sample: expected `tokens`, or a generation before it, found neither")
         if tokens is None and self._generations > 0:
             tokens = self.tokens
         named: dict[str, Any] = {"tokens": None if tokens is None else list(tokens), "metadata": metadata}
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"turn.sample: expected a finite number as `reward`, found {reward!r}")
+        numbers = {**(rewards or {}), **({} if reward is None else {"reward": reward})}
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                raise ValueError(f"turn.sample: expected a finite number as `{name}`, found {number!r}")
         named["prompt_len"], named["reward"] = prompt_len, None if reward is None else float(reward)
+        named["rewards"] = {name: float(number) for name, number in rewards.items()} if rewards else None
         named["loss_mask"] = None if loss_mask is None else [int(one) for one in loss_mask]
         self._samples.append({name: value for name, value in named.items() if value is not None})
 
