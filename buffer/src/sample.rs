@@ -261,7 +261,8 @@ impl ColumnId {
     /// When the answer was asked for, when its first token came and when its last, `I64`: Unix times in microseconds,
     /// 0 where unknown.
     pub const TIMES: Self = Self(7);
-    /// Several rewards of one answer, `F32`. In the loop's scores: before and after it was processed.
+    /// Several rewards of one answer, `F32`. In the loop's scores: before and after it was processed, and what
+    /// it is made of, by the order of names.
     pub const REWARDS: Self = Self(16);
     /// Reserved: experts that each token was routed to, for replay in training; shape is the user's.
     pub const ROUTED_EXPERTS: Self = Self(17);

@@ -101,6 +101,56 @@ async def answer(turn):
     assert process.line()["samples"] == [first, second]
 
 
+@pytest.mark.parametrize("kind", [ASYNC, PLAIN])
+def test_messages_go_on_with_what_was_appended_and_said(hook, kind):
+    process = hook("""
+@generate
+{}def answer(turn):
+    assert turn.messages == [{{"role": "user", "content": "6*7="}}] and turn.tools == [7]
+    {}turn.generate()
+    assert turn.messages[-1] == {{"role": "assistant", "content": "41"}}
+    turn.messages += [{{"role": "user", "content": "No."}}]
+    try:
+        {}turn.generate("text")
+    except ValueError as error:
+        assert "found two of them" in str(error)
+    try:
+        {}turn.generate()
+    except ValueError as error:
+        turn.messages[-1]["content"] = str(error)
+    {}turn.generate()
+    assert [one["content"] for one in turn.messages] == ["6*7=", "41", "refused", "so 42"]
+    del turn.messages[0]
+    {}turn.generate()
+""".format(kind[0], *[kind[1]] * 5))
+    process.say(1, **QUESTION, messages=[{"role": "user", "content": "6*7="}], tools=[7])
+    assert process.line()["generate"] == {"sampling_params": {}}
+    process.tell(1, 1)
+    new = [{"role": "user", "content": "No."}]
+    assert process.line() == {"id": 1, "turn": 1, "generate": {"sampling_params": {}, "append_messages": new}}
+    process.tell(1, 2, error="refused", output_ids=[], finish_reason="refused")
+    new[0]["content"] = "refused"
+    assert process.line() == {"id": 1, "turn": 2, "generate": {"sampling_params": {}, "append_messages": new}}
+    process.tell(1, 3, message={"role": "assistant", "content": "so 42"})
+    assert "turn.messages: expected new messages behind those so far" in process.line()["error"]
+
+
+def test_reward_of_a_sample_is_a_finite_number(hook):
+    process = hook("""
+@generate
+async def answer(turn):
+    turn.sample([1, 2, 3], reward=1, rewards={"right": 1, "form": 0.5})
+    turn.sample([1, 2, 3], reward=float(turn.label))
+""")
+    process.say(1, **QUESTION | {"label": "0.5"})
+    first, second = process.line()["samples"]
+    assert (first["reward"], first["rewards"]) == (1.0, {"right": 1.0, "form": 0.5})
+    assert second == {"tokens": [1, 2, 3], "reward": 0.5}
+    process.say(2, **QUESTION | {"label": "nan"})
+    error = "ValueError: turn.sample: expected a finite number as `reward`, found nan (mine.py:7)"
+    assert process.line() == {"id": 2, "turn": 0, "error": error}
+
+
 def test_plain_functions_are_open_together(hook):
     process = hook("""
 import threading

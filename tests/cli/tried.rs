@@ -26,10 +26,16 @@ fn with_package(command: &mut Command, dir: &Path, python: &Path) {
 }
 
 fn try_in(dir: &Path, model: &Path, fake: &Fake) -> Command {
+    let mut command = try_unrewarded(dir, model, fake);
+    command.args(["--rm-type", "exact", "--label-key", "label"]);
+    command
+}
+
+fn try_unrewarded(dir: &Path, model: &Path, fake: &Fake) -> Command {
     let prompts = dir.join("prompts.jsonl");
     std::fs::write(&prompts, "{\"input\": \"hi\", \"label\": \"a\"}\n").expect("a file");
     let mut command = driftless();
-    command.args(["try", "--rm-type", "exact", "--label-key", "label", "--prompt-data"]).arg(prompts);
+    command.args(["try", "--prompt-data"]).arg(prompts);
     command.arg("--hf-checkpoint").arg(model);
     command.args(["--rollout-max-response-len", "2", "--rollout-external-engine-addrs"]);
     command.arg(fake.address.to_string());
@@ -65,6 +71,26 @@ fn a_try_that_fails_names_its_outcome_and_ends_with_an_error() {
         assert!(text.contains(&format!("reward none, failed: {outcome}")), "{text}");
         assert!(text.contains("its error: why") && text.matches("made again").count() == again, "{text}");
     }
+}
+
+#[test]
+fn a_hook_that_gives_the_reward_needs_no_other() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    let tokens = ['h', 'i', 'a'].map(id);
+    let hook = says(&format!("\"samples\": [{{\"tokens\": {tokens:?}, \"reward\": 0.75}}]"));
+    for mut command in [try_in(dir.path(), &model, &fake), try_unrewarded(dir.path(), &model, &fake)] {
+        let shown = json(command.arg("--custom-generate-command").arg(&hook));
+        assert_eq!(shown["reward"], 0.75, "{shown}");
+    }
+    let mut unrewarded = try_unrewarded(dir.path(), &model, &fake);
+    let hook = says(&format!("\"samples\": [{{\"tokens\": {tokens:?}}}]"));
+    let failed = output(unrewarded.arg("--custom-generate-command").arg(hook));
+    let told = String::from_utf8_lossy(&[failed.stdout, failed.stderr].concat()).into_owned();
+    assert!(told.contains("expected a `reward` of the hook that made the answer, found none"), "{told}");
+    let refused = output(&mut try_unrewarded(dir.path(), &model, &fake));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--rm-type NAME"), "{refused:?}");
 }
 
 /// Prompt 0 of the environment is a sum. Lane `rewards` has the package that it asks with.

@@ -113,7 +113,15 @@ impl DataSource for Same {
     }
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let place = Place { path: Path::new("same").into(), line: number };
-        Ok(Prompt { tokens: vec![4; PROMPT], text: String::new(), label: None, metadata: None, place })
+        Ok(Prompt {
+            tokens: vec![4; PROMPT],
+            text: String::new(),
+            label: None,
+            metadata: None,
+            messages: None,
+            tools: None,
+            place,
+        })
     }
     fn tokenizer(&self) -> &Tokenizer {
         &self.0

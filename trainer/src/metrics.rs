@@ -24,7 +24,7 @@ pub struct StepMetrics {
     pub completed_at_ms: u64,
     /// Mean reward of the rollout's samples, before it is processed.
     pub reward: f64,
-    /// The same of each file of prompts, where there are several.
+    /// The same of each file of prompts, where there are several; and means of what rewards are made of, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, f64>,
     /// Share of the prompts with a sample whose reward is 1, where every reward is −1, 0 or 1.

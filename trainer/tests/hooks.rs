@@ -29,6 +29,7 @@ fn answers(numbers: &[u64]) -> Vec<Answer> {
         metadata: None,
         truncated: false,
         response_length: 1,
+        given: None,
     };
     numbers.iter().map(answer).collect()
 }

@@ -148,7 +148,15 @@ impl DataSource for One {
     }
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let (tokens, place) = (vec![1, 2], Place { path: Path::new("one").into(), line: number });
-        Ok(Prompt { tokens, text: "ab".into(), label: None, metadata: None, place })
+        Ok(Prompt {
+            tokens,
+            text: "ab".into(),
+            label: None,
+            metadata: None,
+            messages: None,
+            tools: None,
+            place,
+        })
     }
     fn tokenizer(&self) -> &Tokenizer {
         &self.0

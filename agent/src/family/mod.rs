@@ -2,6 +2,7 @@
 //!
 //! A family is one file with its [`Rules`].
 
+mod append;
 mod calls;
 mod chatml;
 mod deepseek;

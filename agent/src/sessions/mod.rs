@@ -162,6 +162,12 @@ impl<D: Draw> Sessions<D> {
         Sessions { inner: Arc::new(Inner { family, draw, journal, settings, book: Mutex::new(book) }) }
     }
 
+    /// The template and the tokenizer that conversations are written with.
+    #[must_use]
+    pub fn family(&self) -> &Family {
+        &self.inner.family
+    }
+
     /// Opens a session. One that is open with the same key and sampling stays as it is.
     ///
     /// # Errors

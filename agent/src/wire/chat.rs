@@ -47,7 +47,8 @@ pub(super) fn read(body: &Json, known: Option<Toolbox>) -> Result<Call, Refusal>
     Ok(Call { ask, form: Form { stream, include_usage, ..Form::default() } })
 }
 
-fn one(message: &Json, at: &str) -> Result<Message, Refusal> {
+/// A message of a conversation; `at` names it.
+pub(crate) fn one(message: &Json, at: &str) -> Result<Message, Refusal> {
     let role = match needed(message, "role", at)? {
         "system" | "developer" => Role::System,
         "user" => Role::User,
@@ -111,10 +112,10 @@ fn calls(message: &Message) -> Vec<Value> {
     message.calls.iter().map(one).collect()
 }
 
-pub(super) fn reply(answer: &Answer, frame: &Frame) -> Value {
-    let said = &answer.message;
+/// What the model said, as a message.
+pub(crate) fn spoken(said: &Message) -> Value {
     let calls = calls(said);
-    let mut message = json!({"role": "assistant", "content": said.content, "refusal": null});
+    let mut message = json!({"role": "assistant", "content": said.content});
     if let Some(reasoning) = &said.reasoning {
         message["reasoning_content"] = json!(reasoning);
     }
@@ -124,6 +125,12 @@ pub(super) fn reply(answer: &Answer, frame: &Frame) -> Value {
         }
         message["tool_calls"] = json!(calls);
     }
+    message
+}
+
+pub(super) fn reply(answer: &Answer, frame: &Frame) -> Value {
+    let mut message = spoken(&answer.message);
+    message["refusal"] = Value::Null;
     let finish = finish_reason(answer.ended);
     json!({
         "id": format!("chatcmpl-{}", frame.id),

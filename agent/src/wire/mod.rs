@@ -12,6 +12,7 @@ mod tools;
 use serde_json::{Value, json};
 
 use crate::message::{Answer, Ask, Ended, Json, Refusal, Role};
+pub(crate) use chat::{one as message, spoken};
 pub use tools::ToolCache;
 use tools::{Namespaces, Split};
 

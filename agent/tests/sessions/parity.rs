@@ -1,7 +1,7 @@
 //! Suffixes against the rendering of the whole, and text that looks like special tokens.
 
 use driftless_agent::chat::Chat;
-use driftless_agent::message::{Ask, Message, Role, ToolCall};
+use driftless_agent::message::{Ask, Json, Message, Role, ToolCall};
 use driftless_agent::session::{Bounds, Plan, Seen, Thoughts, Tree};
 use minijinja::Value;
 use serde_json::json;
@@ -88,6 +88,44 @@ fn ordinary_text_has_the_ids_of_the_whole() {
             }
         }
     }
+}
+
+/// A program that appends messages itself reads and writes what a client's conversation has.
+#[test]
+fn appended_messages_have_the_ids_of_a_clients() {
+    let tool = json!({"role": "tool", "tool_call_id": "functions.ls:0", "content": "bin<|im_end|>"});
+    let asks = json!({"role": "user", "content": [{"type": "text", "text": "And the size?"}]});
+    let appended: Vec<Json> = [tool, asks].map(Json::from).into();
+    for (template, _) in TEMPLATES {
+        let call = toy::thought(template, &toy::call_of(template, "ls", "path", "\"/\""));
+        let (family, mut tree) = (toy::family(template), Tree::new(Bounds::default(), Thoughts::Kept));
+        let asked = |talk: &[Message]| Ask { tools: serde_json::from_str(TOOLS).unwrap(), ..ask(talk) };
+        let mut talk = vec![user("What is there?")];
+        let first = plan(&tree, &family, &asked(&talk));
+        let (given, made) = (tree.prompt(&first), generation(&call, toy::end_of(template)));
+        let sampled = made.output_ids.clone();
+        let at = tree.turn(&family, first, made, 1).unwrap();
+        let at = tree.commit(at).unwrap();
+        let answer = tree.answer(at).message;
+        let told = family.answer(&given, &sampled, Some(TOOLS), "call_0").unwrap();
+        assert_eq!(told["tool_calls"][0]["function"]["arguments"], r#"{"path":"/"}"#, "{template}");
+        let call_id = Some(answer.calls[0].id.clone());
+        talk.extend([
+            answer,
+            Message { call_id, ..message(Role::Tool, "bin<|im_end|>") },
+            user("And the size?"),
+        ]);
+        let found = family.append(&appended, &given, &sampled);
+        let next = tree.prompt(&plan(&tree, &family, &asked(&talk)));
+        match template {
+            // Its template counts calls, so that a client's conversation is written anew.
+            _ if !next.starts_with(&given) => assert!(found.unwrap_err().to_string().contains("`append`")),
+            _ => assert_eq!([given, sampled, found.unwrap()].concat(), next, "{template}"),
+        }
+    }
+    let family = toy::family("qwen3");
+    let refused = family.append(&[json!({"role": "robot"}).into()], &[0], &[0]).unwrap_err();
+    assert!(refused.to_string().starts_with("append_messages[0].role: expected system"), "{refused}");
 }
 
 /// Their members stand in no order but the client's.

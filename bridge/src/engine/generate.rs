@@ -239,6 +239,23 @@ pub struct Generation {
 }
 
 impl Generation {
+    /// One without tokens, for which no engine was asked: the context has no room for any.
+    #[must_use]
+    pub fn without_room(rid: Rid) -> Self {
+        Generation {
+            rid,
+            engine: String::new(),
+            output_ids: Vec::new(),
+            log_probs: Vec::new(),
+            spans: Vec::new(),
+            spans_reported: true,
+            finish: Finish::Length,
+            retractions: 0,
+            cached_tokens: None,
+            replies: Vec::new(),
+        }
+    }
+
     /// Refuses a reply without a token, unless it was aborted, and tokens that the model does not have: a learner
     /// looks each of them up in a table of `vocabulary` rows.
     ///

@@ -229,6 +229,7 @@ impl EvalArgs {
         if kind.is_none() && self.eval_prompt_data.is_empty() {
             return Err(missing("what to measure on", "--eval-prompt-data NAME FILE or --task NAME"));
         }
+        let reward = reward.or_else(|| kind.map_or_else(|| self.rewards.given(), |_| None));
         if reward.is_none() && !self.eval_prompt_data.is_empty() {
             return Err(no_reward());
         }

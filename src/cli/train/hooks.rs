@@ -2,11 +2,13 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
+use async_trait::async_trait;
 use driftless::agent::session::Thoughts;
 use driftless::trainer::data::DataOptions;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
 use driftless::trainer::rollout::HOOK_RETRIES;
+use driftless::trainer::sample::Answer;
 use driftless::trainer::tasks::{DataSource, Task};
 use serde::{Serialize as _, Serializer};
 use std::path::Path;
@@ -82,6 +84,24 @@ pub(crate) struct HookArgs {
     custom_reward_post_process_command: Option<String>,
 }
 
+/// No reward but those that answers are given by the hook that makes them.
+#[derive(Debug)]
+struct Given;
+
+#[async_trait]
+impl Reward for Given {
+    async fn score(&self, answers: &[Answer]) -> driftless::trainer::Result<Vec<f32>> {
+        let Some(first) = answers.first() else { return Ok(Vec::new()) };
+        Err(driftless::trainer::Error::Reward {
+            sample: first.sample,
+            expected: "a `reward` of the hook that made the answer".to_owned(),
+            found: "none".to_owned(),
+            todo: "have it give one (docs/hooks.md), or name --custom-rm-command or another flag of rewards",
+            is_away: false,
+        })
+    }
+}
+
 /// The start of a hook's digest: what a command or a URL says may be secret.
 #[expect(clippy::ref_option, reason = "serde calls it so")]
 pub(super) fn digest<S: Serializer>(
@@ -134,6 +154,11 @@ impl RewardArgs {
             (Some(name), _, _) => Ok(Some(Arc::new(name.parse::<BuiltIn>()?))),
             (None, None, None) => Ok(None),
         }
+    }
+
+    /// What a hook that makes answers gives them, where no other reward was asked for.
+    pub(super) fn given(&self) -> Option<Arc<dyn Reward>> {
+        self.custom_generate_command.as_ref().map(|_| Arc::new(Given) as Arc<dyn Reward>)
     }
 
     /// These prompts with their rewards, for the model of a checkpoint.

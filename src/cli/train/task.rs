@@ -115,7 +115,7 @@ impl TaskArgs {
         if let Some(kind) = self.eval.kind() {
             return self.made_up(kind, checkpoint, seed);
         }
-        let reward = self.eval.reward()?.ok_or_else(no_reward);
+        let reward = self.eval.reward()?.or_else(|| self.eval.rewards.given()).ok_or_else(no_reward);
         match self.hooks.data_source(&self.eval.rewards)? {
             Some(source) => self.sourced(source, checkpoint, reward?),
             None if self.prompt_data.is_empty() => {

@@ -29,12 +29,16 @@ pub struct Example {
     pub label: Option<Box<RawValue>>,
     /// The row's object for rewards, as JSON.
     pub metadata: Option<Box<RawValue>>,
+    /// The messages that a prompt is rendered from, as a JSON list, if it is.
+    pub messages: Option<Box<RawValue>>,
+    /// The row's tools, as a JSON list.
+    pub tools: Option<Box<RawValue>>,
 }
 
 impl From<Example> for Prompt {
     fn from(example: Example) -> Self {
-        let Example { place, text, tokens, label, metadata, loss_mask: _ } = example;
-        Prompt { tokens, text, label, metadata, place }
+        let Example { place, text, tokens, label, metadata, messages, tools, loss_mask: _ } = example;
+        Prompt { tokens, text, label, metadata, messages, tools, place }
     }
 }
 
@@ -150,7 +154,8 @@ impl RowReader {
         if tokens.len() > self.limit {
             return Err(Why::TooLong { tokens: tokens.len(), limit: self.limit });
         }
-        Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata })
+        let (messages, tools) = (self.messages(fields), self.tools(fields).ok().flatten());
+        Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata, messages, tools })
     }
 
     /// The prompt as the model reads it.
@@ -192,23 +197,29 @@ impl RowReader {
     }
 
     fn chat(&self, messages: Value, fields: &Fields) -> Result<Chat<'_>, Why> {
-        Ok(Chat { messages, tools: self.tools(fields)?, variables: self.variables.as_ref() })
+        let tools = self.tools(fields)?.map(|tools| parse(tools.get())).transpose()?;
+        Ok(Chat { messages, tools, variables: self.variables.as_ref() })
     }
 
-    /// The row's list of tools, if it has one.
-    fn tools(&self, fields: &Fields) -> Result<Option<Value>, Why> {
+    /// The row's list of tools as JSON, if it has one. Some data sets keep it as text.
+    fn tools(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Why> {
         let key = &self.options.tool_key;
-        let tools = match fields.get(key).map(|tools| tools.get()) {
-            // Some data sets keep them as text.
-            Some(text) if text.starts_with('"') => Some(parse::<String>(text)?),
-            Some("null") | None => None,
-            Some(list) => Some(list.to_owned()),
-        };
-        let list = |text: String| match text.trim_start().starts_with('[') {
-            true => parse::<Value>(&text),
+        let Some(told) = fields.get(key).filter(|told| told.get() != "null") else { return Ok(None) };
+        let is_text = told.get().starts_with('"');
+        let text = if is_text { parse(told.get())? } else { told.get().to_owned() };
+        match text.trim_start().starts_with('[') {
+            true => parse(&text).map(Some),
             false => Err(Why::bad(format!("a list of tools in `{key}`"), format!("`{}`", short(&text)))),
-        };
-        tools.map(list).transpose()
+        }
+    }
+
+    /// The messages that the prompt is rendered from, if it is.
+    fn messages(&self, fields: &Fields) -> Option<Box<RawValue>> {
+        let input = fields.get(&self.options.input_key).filter(|_| self.template.is_some())?;
+        match input.get().starts_with('[') {
+            true => Some(input.clone()),
+            false => RawValue::from_string(format!(r#"[{{"role":"user","content":{}}}]"#, input.get())).ok(),
+        }
     }
 
     fn label(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Why> {

@@ -88,6 +88,11 @@ impl Clients {
         Ok(Clients { gateway, sessions, seats, context, opened: AtomicU64::new(0) })
     }
 
+    /// What conversations are written with.
+    pub(super) fn family(&self) -> &Family {
+        self.sessions.family()
+    }
+
     /// A session for an answer.
     pub(super) async fn open(&self, turn: &Turn<'_>) -> Result<Seat, Fault> {
         let (answer, sampling) = (turn.sample, turn.sampling.clone());
@@ -177,7 +182,8 @@ impl Asked {
 
 fn claim(sample: Sample) -> Claim {
     let Sample { tokens, prompt_len, loss_mask, .. } = sample;
-    Claim { tokens: Some(tokens), prompt_len: Some(prompt_len), loss_mask: Some(loss_mask), metadata: None }
+    let (tokens, prompt_len, loss_mask) = (Some(tokens), Some(prompt_len), Some(loss_mask));
+    Claim { tokens, prompt_len, loss_mask, ..Claim::default() }
 }
 
 impl Drop for Seat {

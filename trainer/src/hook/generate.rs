@@ -4,7 +4,7 @@
 use std::ops::ControlFlow;
 use std::pin::pin;
 
-use driftless_agent::message::Refusal;
+use driftless_agent::message::{Json, Refusal};
 use driftless_bridge::engine::Finish;
 use driftless_bridge::{Generation, SamplingParams};
 use futures_util::StreamExt as _;
@@ -20,7 +20,7 @@ use super::sample::{Claim, Made, assemble, once};
 use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
 use crate::error::{Failure, Result};
-use crate::sample::{Prompt, Trajectory, Turn};
+use crate::sample::{Prompt, Read, Trajectory, Turn};
 
 /// Samples that an answer may become.
 const SAMPLES_MAX: usize = 1024;
@@ -34,6 +34,9 @@ struct Question<'a> {
     input_ids: &'a [i32],
     label: Option<&'a RawValue>,
     metadata: Option<&'a RawValue>,
+    /// What the prompt was rendered from, and the tools of its row.
+    messages: Option<&'a RawValue>,
+    tools: Option<&'a RawValue>,
     /// Under SGLang's names.
     sampling_params: &'a Value,
     evaluation: bool,
@@ -54,19 +57,25 @@ struct Told<'a> {
     generation: Option<&'a Said>,
 }
 
-/// A generation as the hook is told of it.
-#[derive(Serialize)]
+/// A generation as the hook is told of it, or why there is none.
+#[derive(Default, Serialize)]
 struct Said {
     /// What the engine read; an open answer is not told what it knows.
     #[serde(skip_serializing_if = "Option::is_none")]
     input_ids: Option<Vec<i32>>,
-    /// What `append` has become, for an open answer.
+    /// What `append` or `append_messages` has become, for an open answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     appended_ids: Option<Vec<i32>>,
     output_ids: Vec<i32>,
     log_probs: Vec<f32>,
     text: String,
+    /// The answer as a message of OpenAI's form, where the template is of a known family.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<Value>,
     finish_reason: &'static str,
+    /// Why no engine was asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -83,6 +92,8 @@ struct Wanted {
     input_ids: Option<Vec<i32>>,
     /// Text behind all so far.
     append: Option<String>,
+    /// Messages of OpenAI's form behind all so far.
+    append_messages: Option<Vec<Json>>,
     #[serde(default)]
     sampling_params: Overrides,
 }
@@ -104,9 +115,13 @@ struct Conversation<'a> {
     turn: &'a Turn<'a>,
     sampling_params: Value,
     made: Vec<Made>,
+    /// The prompt; once something is made, what the last generation read and wrote.
+    so_far: Vec<i32>,
     /// What clients of the hook had drawn. None of it is told to the hook, or gone on with by its own generations.
     drawn: Vec<Made>,
-    /// What the next question tells of `made`.
+    /// Generations that were refused, and not made.
+    refused: usize,
+    /// What the next question tells of both.
     said: Vec<Said>,
     /// The answer, where the process has it open.
     talk: Option<Talk>,
@@ -139,7 +154,9 @@ impl Hook {
             turn,
             sampling_params,
             made: Vec::new(),
+            so_far: prompt.tokens.clone(),
             drawn: Vec::new(),
+            refused: 0,
             said: Vec::new(),
             talk: None,
             begun_again: false,
@@ -209,8 +226,8 @@ impl Conversation<'_> {
     /// something else, so that they get a session of their own.
     async fn begin_again(&mut self) -> Result<(), Fault> {
         self.begun_again = true;
-        self.made.clear();
-        self.said.clear();
+        (self.made.clear(), self.said.clear());
+        (self.refused, self.so_far) = (0, self.prompt.tokens.clone());
         if let Some(clients) = &self.hook.clients {
             self.seat = Some(clients.open(self.turn).await?);
             self.drawn.clear();
@@ -226,6 +243,8 @@ impl Conversation<'_> {
             input_ids: &self.prompt.tokens,
             label: self.prompt.label.as_deref(),
             metadata: self.prompt.metadata.as_deref(),
+            messages: self.prompt.messages.as_deref(),
+            tools: self.prompt.tools.as_deref(),
             sampling_params: &self.sampling_params,
             evaluation: self.turn.evaluation,
             generations: &self.said,
@@ -249,7 +268,7 @@ impl Conversation<'_> {
 
     /// Tells the process of the last generation. It goes on if another process has to be asked.
     async fn say(&mut self, mut talk: Talk, patience: &Patience) -> Result<Result<ControlFlow<Next>, Fault>> {
-        let told = Told { id: talk.id(), turn: self.made.len(), generation: self.said.last() };
+        let told = Told { id: talk.id(), turn: self.made.len() + self.refused, generation: self.said.last() };
         let told = match line(&told, EXPECTED) {
             Ok(told) => told,
             Err(fault) => return Ok(Err(fault)),
@@ -289,9 +308,9 @@ impl Conversation<'_> {
         self.drawn.push(made);
     }
 
-    /// Generations of the answer so far, whoever asked for them.
+    /// Generations of the answer so far, whoever asked for them, and those that were refused.
     fn count(&self) -> usize {
-        self.made.len() + self.drawn.len()
+        self.made.len() + self.drawn.len() + self.refused
     }
 
     /// The generation that is asked for, or else what the answer is.
@@ -323,13 +342,17 @@ impl Conversation<'_> {
             None => Vec::new(),
         };
         let mut samples = Vec::new();
-        for claim in claims {
+        for mut claim in claims {
+            if conversations.is_empty() && !self.made.is_empty() {
+                claim.tokens.get_or_insert_with(|| self.so_far.clone());
+            }
             if claim.tokens.is_some() || conversations.is_empty() {
                 samples.push(assemble(claim, prompt, &self.made, vocabulary)?);
                 continue;
             }
             for one in &conversations {
-                let one = Claim { metadata: claim.metadata.clone(), ..one.clone() };
+                let Claim { tokens, prompt_len, loss_mask, .. } = one.clone();
+                let one = Claim { tokens, prompt_len, loss_mask, ..claim.clone() };
                 samples.push(assemble(one, prompt, &self.drawn, vocabulary)?);
             }
         }
@@ -339,41 +362,76 @@ impl Conversation<'_> {
 
     /// Has an engine generate.
     async fn generate(&mut self, wanted: Wanted) -> Result<Result<(), Fault>> {
-        let so_far = || match self.made.last() {
-            Some(last) => [last.input_ids.as_slice(), &last.generation.output_ids].concat(),
-            None => self.prompt.tokens.clone(),
-        };
-        let (input_ids, appended) = match (wanted.input_ids, wanted.append) {
-            (Some(_), Some(_)) => return Ok(Err(Fault::of("`input_ids` or `append`", "both"))),
-            (Some(ids), None) => (ids, None),
-            // Tokenised alone: what an engine wrote stays as it is.
-            (None, Some(text)) => {
-                let appended = self.tokenizer.encode(&text)?;
-                ([so_far(), appended.clone()].concat(), Some(appended))
+        // Tokenised alone: what an engine wrote stays as it is.
+        let appended = match (&wanted.input_ids, wanted.append, wanted.append_messages) {
+            (None, Some(text), None) => Some(self.tokenizer.encode(&text)?),
+            (None, None, Some(messages)) if !messages.is_empty() => match self.rendered(&messages) {
+                Ok(appended) => Some(appended),
+                Err(refusal) => {
+                    self.refused += 1;
+                    let error = Some(refusal.to_string());
+                    self.tell(Said { finish_reason: "refused", error, ..Said::default() });
+                    return Ok(Ok(()));
+                }
+            },
+            (_, None, None) | (None, None, Some(_)) => None,
+            _ => {
+                let expected = "one of `input_ids`, `append` and `append_messages`";
+                return Ok(Err(Fault::of(expected, "two of them, or all")));
             }
-            (None, None) => (so_far(), None),
         };
+        let so_far = || [self.so_far.as_slice(), appended.as_deref().unwrap_or_default()].concat();
+        let input_ids = wanted.input_ids.unwrap_or_else(so_far);
         let (nth, sampling) = (self.made.len() as u64, wanted.sampling_params.of(&self.turn.sampling));
         let generation = self.turn.generate(nth, input_ids.clone(), sampling).await?;
         self.is_full = has_no_room(&generation);
         let is_open = self.talk.is_some();
-        if is_open {
-            self.said.clear();
-        }
-        self.said.push(Said {
+        let message = self.message(&input_ids, &generation.output_ids);
+        let said = Said {
             input_ids: (!is_open).then(|| input_ids.clone()),
             appended_ids: appended.filter(|_| is_open),
             output_ids: generation.output_ids.clone(),
             log_probs: generation.log_probs.clone(),
             text: self.tokenizer.decode(&generation.output_ids)?,
+            message,
             finish_reason: match generation.finish {
                 Finish::Stop => "stop",
                 Finish::Length => "length",
                 _ => "abort",
             },
-        });
-        self.made.push(Made { input_ids, generation });
+            error: None,
+        };
+        self.tell(said);
+        self.so_far = [input_ids.as_slice(), &generation.output_ids].concat();
+        self.made.push(Made { read: Read::of(&input_ids), generation });
         Ok(Ok(()))
+    }
+
+    /// Has the hook told of a generation: of the last one alone, where it knows the others.
+    fn tell(&mut self, said: Said) {
+        if self.talk.is_some() {
+            self.said.clear();
+        }
+        self.said.push(said);
+    }
+
+    /// Ids of messages behind the last generation.
+    fn rendered(&self, messages: &[Json]) -> Result<Vec<i32>, Refusal> {
+        let refused =
+            |expected| Refusal::Invalid(format!("append_messages: expected {expected}, found none"));
+        let clients = self.hook.clients.as_ref();
+        let clients = clients.ok_or_else(|| refused("a command, and a template of a known family"))?;
+        let last = self.made.last().ok_or_else(|| refused("a generation before them"))?;
+        let given = self.so_far.len() - last.generation.output_ids.len();
+        let (given, sampled) = self.so_far.split_at(given);
+        clients.family().append(messages, given, sampled)
+    }
+
+    /// A generation as a message, where the template is of a known family.
+    fn message(&self, given: &[i32], sampled: &[i32]) -> Option<Value> {
+        let family = self.hook.clients.as_ref()?.family();
+        let (tools, nth) = (self.prompt.tools.as_deref().map(RawValue::get), self.made.len());
+        family.answer(given, sampled, tools, &format!("call_{nth}")).ok()
     }
 }
 
@@ -384,11 +442,12 @@ async fn next(seat: &mut Option<Seat>) -> Option<Asked> {
 
 /// Draws tokens for a client.
 async fn draw(turn: &Turn<'_>, Asked { nth, input_ids, sampling, reply }: Asked) -> Result<Made> {
-    let drawn = turn.generate(nth, input_ids.clone(), sampling).await;
+    let read = Read::of(&input_ids);
+    let drawn = turn.generate(nth, input_ids, sampling).await;
     let told = drawn.as_ref().map(Generation::clone).map_err(|error| Refusal::Busy(error.to_string()));
     // A client that has gone finds its answer when it asks again.
     let _ = reply.send(told);
-    Ok(Made { input_ids, generation: drawn? })
+    Ok(Made { read, generation: drawn? })
 }
 
 /// Whether no engine was asked, as the context was full.

@@ -1,21 +1,23 @@
 //! A command's claim becomes a sample that can be trained on: every trained token has the id, the log-probability and
 //! the version that an engine gave it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use driftless_bridge::Generation;
 use driftless_bridge::engine::context;
 use serde::Deserialize;
+use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::Fault;
-use crate::sample::Trajectory;
+use crate::error::short;
+use crate::sample::{Read, Trajectory, finite};
 
 /// A sample as a command describes it.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Claim {
-    /// Prompt and response; what the last generation read and wrote, if absent.
+    /// Prompt and response.
     pub(super) tokens: Option<Vec<i32>>,
     /// Tokens of the prompt; those that the sample was asked for with, if absent.
     pub(super) prompt_len: Option<usize>,
@@ -23,12 +25,17 @@ pub(super) struct Claim {
     pub(super) loss_mask: Option<Vec<u8>>,
     /// What rewards are given in place of the prompt's.
     pub(super) metadata: Option<Box<RawValue>>,
+    /// The reward of the answer, in place of the one that is asked for.
+    pub(super) reward: Option<Value>,
+    /// What it is made of, by name.
+    #[serde(default)]
+    pub(super) rewards: BTreeMap<String, Value>,
 }
 
-/// A generation with what the engine read.
+/// A generation, and what the engine read.
 #[derive(Debug, Clone)]
 pub(super) struct Made {
-    pub(super) input_ids: Vec<i32>,
+    pub(super) read: Read,
     pub(super) generation: Generation,
 }
 
@@ -40,9 +47,8 @@ pub(super) fn assemble(
     made: &[Made],
     vocabulary: Option<u64>,
 ) -> Result<Trajectory, Fault> {
-    let last = made.last().map(|made| [made.input_ids.as_slice(), &made.generation.output_ids].concat());
-    let tokens = claim.tokens.or(last);
-    let tokens = tokens.ok_or_else(|| Fault::of("`tokens`, or a generation before the sample", "neither"))?;
+    let tokens =
+        claim.tokens.ok_or_else(|| Fault::of("`tokens`, or a generation before the sample", "neither"))?;
     let prompt_len = match claim.prompt_len {
         Some(given) if (1..=tokens.len()).contains(&given) => given,
         Some(given) => return Err(Fault::of(format_args!("`prompt_len` in 1..={}", tokens.len()), given)),
@@ -59,17 +65,26 @@ pub(super) fn assemble(
     let mut trajectory = Trajectory::new(tokens, prompt_len);
     for one in made {
         // Of several that had read the same, the sample goes on with the one of which it has most.
-        let matched = |made: &Made| trajectory.matched(&made.input_ids, &made.generation.output_ids);
-        let mut twins = made.iter().filter(|twin| twin.input_ids == one.input_ids);
+        let matched = |made: &Made| trajectory.matched(&made.read, &made.generation.output_ids);
+        let mut twins = made.iter().filter(|twin| twin.read == one.read);
         if twins.all(|twin| std::ptr::eq(twin, one) || matched(twin) <= matched(one)) {
-            trajectory.take(&one.input_ids, &one.generation);
+            trajectory.take(&one.read, &one.generation);
         }
     }
     trajectory.metadata = claim.metadata;
+    trajectory.reward = claim.reward.map(|reward| number("reward", &reward)).transpose()?;
+    let named = claim.rewards.iter().map(|(name, value)| Ok((name.clone(), number(name, value)?)));
+    trajectory.components = named.collect::<Result<_, Fault>>()?;
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
     }
+}
+
+/// A reward that a hook gives, or a part of it.
+fn number(name: &str, value: &Value) -> Result<f32, Fault> {
+    let found = || format!("`{}`", short(&value.to_string()));
+    finite(value).ok_or_else(|| Fault::of(format_args!("one finite number as `{name}`"), found()))
 }
 
 /// Has each token that several samples of an answer hold trained on in the first of them alone.
@@ -119,7 +134,7 @@ mod tests {
         let label = Label::new("0123456789ab", version).unwrap().to_string();
         let end = output_ids.len() as u32;
         Made {
-            input_ids: input_ids.to_vec(),
+            read: Read::of(input_ids),
             generation: Generation {
                 rid: Rid::new(1, 2),
                 engine: format!("engine-{version}"),
@@ -148,8 +163,7 @@ mod tests {
     fn two_turns_have_log_probs_where_engines_wrote() {
         // The engine wrote 3 4, a tool 5 6, the engine 7.
         let turns = [made(&[1, 2], &[3, 4], 8), made(&[1, 2, 3, 4, 5, 6], &[7], 9)];
-        let sample = assemble(Claim::default(), &[1, 2], &turns, Some(8)).unwrap();
-        assert_eq!(sample.tokens, [1, 2, 3, 4, 5, 6, 7]);
+        let sample = assemble(claim(&[1, 2, 3, 4, 5, 6, 7]), &[1, 2], &turns, Some(8)).unwrap();
         assert_eq!(sample.log_probs, [-3.0, -4.0, 0.0, 0.0, -7.0]);
         assert_eq!(sample.loss_mask, [1, 1, 0, 0, 1]);
         assert_eq!(sample.spans, [span(8, 0, 2), span(9, 4, 5)]);
@@ -204,7 +218,7 @@ mod tests {
     #[test]
     fn generation_without_room_ends_the_sample_with_length() {
         let turns = [made(&[1, 2], &[3], 8), made(&[1, 2, 3, 4], &[], 9)];
-        let sample = assemble(Claim::default(), &[1, 2], &turns, None).unwrap();
+        let sample = assemble(claim(&[1, 2, 3, 4]), &[1, 2], &turns, None).unwrap();
         assert_eq!((sample.tokens, sample.finish), (vec![1, 2, 3, 4], buffer::Finish::Length));
         assert_eq!((sample.loss_mask, sample.spans), (vec![1, 0], vec![span(8, 0, 1)]));
     }
@@ -219,7 +233,7 @@ mod tests {
         assert!(refused(claim(&[1, 2, -3]), None).found.contains("-3"));
         assert!(refused(claim(&[1, 2, 3, 7]), Some(7)).found.contains('7'));
         for mask in [vec![1], vec![2, 0], vec![1, 1, 1]] {
-            let masked = Claim { loss_mask: Some(mask), ..Claim::default() };
+            let masked = Claim { loss_mask: Some(mask), ..claim(&[1, 2, 3, 4]) };
             assert!(refused(masked, None).expected.contains("2 response tokens"));
         }
         assert!(assemble(Claim::default(), &[1, 2], &[], None).is_err());
@@ -237,10 +251,11 @@ mod tests {
         for round in 0..2000 {
             let mut tokens: Vec<i32> = (0..1 + draw(2)).map(|_| draw(3) as i32).collect();
             let prompt = tokens.clone();
-            let mut turns = Vec::new();
+            let (mut turns, mut all) = (Vec::new(), Vec::new());
             for version in 0..1 + draw(3) {
                 let output: Vec<i32> = (0..1 + draw(3)).map(|_| draw(3) as i32).collect();
                 turns.push(made(&tokens, &output, version));
+                all.push([tokens.as_slice(), &output].concat());
                 match draw(3) {
                     // Another generation of the same, or a token of the engine's that is changed.
                     0 => {}
@@ -255,8 +270,7 @@ mod tests {
                 let version = sample.spans.iter().find(|span| (span.start..span.end).contains(&(at as u32)));
                 let version =
                     version.unwrap_or_else(|| panic!("round {round}: token {at} has no version")).version;
-                let engine = &turns[version as usize];
-                let written = [engine.input_ids.as_slice(), &engine.generation.output_ids].concat();
+                let written = &all[version as usize];
                 assert_eq!(tokens[..=place], written[..=place], "round {round}");
                 assert_eq!(sample.log_probs[at], -(tokens[place] as f32), "round {round}");
             }

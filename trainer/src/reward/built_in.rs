@@ -165,6 +165,7 @@ mod tests {
             metadata: None,
             truncated: false,
             response_length: 1,
+            given: None,
         };
         rule.parse::<BuiltIn>().unwrap().of(&answer).unwrap()
     }

@@ -8,7 +8,7 @@ use driftless_buffer::{Finish, Record, Scalars};
 use driftless_store::chain_text;
 
 use super::keep::Keeper;
-use super::parts::{Kept, parts};
+use super::parts::{Kept, components, parts};
 use super::pieces::{self, Durable};
 use super::record::{Answered, Scored};
 use super::{Begun, Rollouts};
@@ -142,8 +142,9 @@ impl Rollouts {
             let all = drawn.iter().zip(rewards.iter().zip(&raw)).enumerate();
             let lacking = all.filter(|(_, (drawn, _))| !drawn.is_scored);
             let scored = lacking.map(|(index, (drawn, (&reward, &raw)))| {
-                let answer = drawn.answered.answer;
-                Scored { answer, reward, raw, verdict: verdict(index) }
+                let Answered { answer, parts, .. } = &*drawn.answered;
+                let rewards = [raw, reward].into_iter().chain(components(parts).into_values()).collect();
+                Scored { answer: *answer, reward, rewards, verdict: verdict(index) }
             });
             scored.collect::<Vec<_>>()
         };
@@ -168,7 +169,8 @@ impl Rollouts {
         let records = parts(&self.log.reader(), group, answer)?;
         let mut parts: Vec<Trajectory> = records.iter().map(said).collect();
         let (first, record) = (parts.first_mut()?, records.first()?);
-        first.metadata = Kept::of(record).metadata;
+        let kept = Kept::of(record);
+        (first.metadata, first.reward, first.components) = (kept.metadata, kept.reward, kept.components);
         let (scalars, is_scored) = (*record.scalars(), !record.scalars().score_follows);
         let answered = Answered { answer, parts, scalars, times: [0; 3], beside: Vec::new() };
         Some(Drawn { answered: Arc::new(answered), is_scored })
@@ -198,17 +200,21 @@ pub fn answer(task: &Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -
         response: task.source.tokenizer().decode(response)?,
         label: prompt.label.clone(),
         metadata: metadata.or_else(|| prompt.metadata.clone()),
+        given: parts.iter().rev().find_map(|part| part.reward),
         truncated: last.is_some_and(|last| last.finish == Finish::Length),
         response_length: response.len(),
     })
 }
 
-/// The rewards of a group: as many as answers, and finite.
+/// The rewards of a group: as many as answers, and finite. What has one given is not asked about.
 ///
 /// # Errors
 /// Those of the reward, and [`Error::Reward`] for others.
 pub async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<f32>> {
-    checked(answers, task.reward.score(answers).await?)
+    let lacking: Vec<Answer> = answers.iter().filter(|answer| answer.given.is_none()).cloned().collect();
+    let scored = if lacking.is_empty() { Vec::new() } else { task.reward.score(&lacking).await? };
+    let mut scored = checked(&lacking, scored)?.into_iter();
+    checked(answers, answers.iter().filter_map(|answer| answer.given.or_else(|| scored.next())).collect())
 }
 
 fn checked(answers: &[Answer], rewards: Vec<f32>) -> Result<Vec<f32>> {

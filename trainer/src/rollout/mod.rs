@@ -19,7 +19,7 @@ pub use crate::schedule::Policy;
 pub use group::{answer, rewards};
 pub(crate) use log::open_log;
 pub use measure::EvalSet;
-pub(crate) use parts::{group, raw_reward};
+pub(crate) use parts::{Kept, group, raw_reward};
 pub use queue::{Dropped, Failures, Queue, Since};
 pub(crate) use record::leave_out;
 pub use record::{EvaluationNote, PromptNote};

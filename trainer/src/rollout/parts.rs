@@ -1,6 +1,8 @@
 //! Groups as they lie in the log. An answer may have become several samples: the log has a record for each, and in
 //! advantages and in the loss they count as one.
 
+use std::collections::BTreeMap;
+
 use driftless_buffer::sample::Verdict;
 use driftless_buffer::{Group, Kind, Reader, Record};
 use serde::{Deserialize, Serialize};
@@ -10,10 +12,16 @@ use crate::sample::{Trajectory, answers_of, sample_id};
 
 /// What the log keeps beside the first part of an answer.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Kept {
+pub(crate) struct Kept {
     /// What rewards are given in place of the prompt's metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) metadata: Option<Box<RawValue>>,
+    /// The reward, where what made the answer gave one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reward: Option<f32>,
+    /// What it is made of, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) components: BTreeMap<String, f32>,
     /// How many parts there are. Of releases before, like all that follows.
     #[serde(skip_serializing)]
     parts: Option<usize>,
@@ -25,16 +33,25 @@ pub(super) struct Kept {
 impl Kept {
     /// What is kept beside an answer, as bytes: none where nothing is.
     pub(super) fn bytes(parts: &[Trajectory]) -> Vec<u8> {
-        let Some(metadata) = parts.iter().rev().find_map(|part| part.metadata.clone()) else {
-            return Vec::new();
+        let kept = Kept {
+            metadata: parts.iter().rev().find_map(|part| part.metadata.clone()),
+            reward: parts.iter().rev().find_map(|part| part.reward),
+            components: components(parts),
+            ..Kept::default()
         };
         // JSON is always JSON.
-        serde_json::to_vec(&Kept { metadata: Some(metadata), ..Kept::default() }).unwrap_or_default()
+        serde_json::to_vec(&kept).ok().filter(|kept| kept != b"{}").unwrap_or_default()
     }
 
-    pub(super) fn of(record: &Record) -> Self {
+    pub(crate) fn of(record: &Record) -> Self {
         serde_json::from_slice(record.metadata()).unwrap_or_default()
     }
+}
+
+/// What the reward of an answer is made of, by name.
+pub(super) fn components(parts: &[Trajectory]) -> BTreeMap<String, f32> {
+    let last = parts.iter().rev().find(|part| !part.components.is_empty());
+    last.map(|part| part.components.clone()).unwrap_or_default()
 }
 
 /// The reward of a sample as it was given, before a hook processed it.

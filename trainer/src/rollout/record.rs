@@ -217,13 +217,13 @@ fn replies(replies: &[ReplyDigest]) -> Vec<u8> {
 }
 
 /// The reward of an answer.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Scored {
     pub(super) answer: u64,
     /// As it is learned from.
     pub(super) reward: f32,
-    /// As it was given, before it was processed.
-    pub(super) raw: f32,
+    /// As it was given, as it is learned from, and what it is made of by the order of names.
+    pub(super) rewards: Vec<f32>,
     pub(super) verdict: Verdict,
 }
 
@@ -254,8 +254,8 @@ impl Rollouts {
         let ended = groups.iter().filter(|group| !matches!(group.outcome, Outcome::Returned(_)));
         let ended: Vec<&Group> = ended.collect();
         let notes: Vec<_> = ended.iter().map(|group| PromptNote::done(group).bytes()).collect();
-        let rewards = |score: &Scored| [score.raw, score.reward].map(f32::to_le_bytes).concat();
-        let rewards: Vec<Vec<_>> =
+        let rewards = |score: &Scored| score.rewards.iter().flat_map(|one| one.to_le_bytes()).collect();
+        let rewards: Vec<Vec<Vec<u8>>> =
             ended.iter().map(|group| group.scores().iter().map(rewards).collect()).collect();
         let extra = rewards.iter().map(|group| {
             group.iter().map(|rewards| [(ColumnId::REWARDS, Element::F32, &rewards[..])]).collect()

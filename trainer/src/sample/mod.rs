@@ -3,6 +3,7 @@
 mod trajectory;
 mod turn;
 
+pub(crate) use trajectory::Read;
 pub use trajectory::Trajectory;
 pub use turn::{Engines, Turn, Underway};
 
@@ -26,6 +27,10 @@ pub struct Prompt {
     pub label: Option<Box<RawValue>>,
     /// What else rewards are given, as a JSON object.
     pub metadata: Option<Box<RawValue>>,
+    /// The conversation that it was rendered from, as a JSON list of messages; none where it is text alone.
+    pub messages: Option<Box<RawValue>>,
+    /// The tools of its row, as a JSON list.
+    pub tools: Option<Box<RawValue>>,
     /// Where it is from.
     pub place: Place,
 }
@@ -48,6 +53,9 @@ pub struct Answer {
     pub truncated: bool,
     /// Tokens of the response.
     pub response_length: usize,
+    /// Its reward, where what made it gave one: no other is asked for.
+    #[serde(skip)]
+    pub given: Option<f32>,
 }
 
 impl Answer {
@@ -77,11 +85,15 @@ impl Answer {
 
     /// `value` as a reward.
     pub(crate) fn number(&self, value: &serde_json::Value, todo: &'static str) -> Result<f32> {
-        let number = value.as_f64().map(|number| number as f32).filter(|number| number.is_finite());
-        number.ok_or_else(|| {
+        finite(value).ok_or_else(|| {
             self.refused("one finite number", format_args!("`{}`", short(&value.to_string())), todo)
         })
     }
+}
+
+/// A value as a number that a reward can be.
+pub(crate) fn finite(value: &serde_json::Value) -> Option<f32> {
+    value.as_f64().map(|number| number as f32).filter(|number| number.is_finite())
 }
 
 /// A label as text: what is in a JSON string, else the JSON.

@@ -1,9 +1,31 @@
 //! What a sample is made of, token by token.
 
+use std::collections::BTreeMap;
+
 use driftless_bridge::engine::{self, ReplyDigest};
 use driftless_bridge::{Generation, Label};
 use driftless_buffer::{Finish, VersionSpan};
 use serde_json::value::RawValue;
+
+/// What an engine read, without its ids: a conversation of many turns would have its history as often.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Read {
+    len: usize,
+    digest: blake3::Hash,
+}
+
+impl Read {
+    pub(crate) fn of(ids: &[i32]) -> Self {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        Read { len: ids.len(), digest: blake3::hash(&bytes) }
+    }
+
+    /// What stands behind it in these tokens, if they begin with it.
+    fn behind<'a>(&self, tokens: &'a [i32]) -> Option<&'a [i32]> {
+        let (read, behind) = tokens.split_at_checked(self.len)?;
+        (Read::of(read) == *self).then_some(behind)
+    }
+}
 
 /// What a sample is made of: a prompt and a response, token by token.
 #[derive(Debug, Clone)]
@@ -26,6 +48,10 @@ pub struct Trajectory {
     pub engine: String,
     /// What rewards are given in place of the prompt's metadata, as a JSON object.
     pub metadata: Option<Box<RawValue>>,
+    /// The reward of its answer, where what made it gave one. Of several parts the last that has one counts.
+    pub reward: Option<f32>,
+    /// What it is made of, by name, where what made the answer says so. The last part that says any counts.
+    pub components: BTreeMap<String, f32>,
 }
 
 impl Trajectory {
@@ -42,22 +68,24 @@ impl Trajectory {
             finish: Finish::Stop,
             engine: String::new(),
             metadata: None,
+            reward: None,
+            components: BTreeMap::new(),
         }
     }
 
     /// How many tokens of what an engine wrote stand here behind exactly what it had read.
-    pub(crate) fn matched(&self, input_ids: &[i32], output_ids: &[i32]) -> Option<usize> {
-        let behind = self.tokens.strip_prefix(input_ids)?;
+    pub(crate) fn matched(&self, read: &Read, output_ids: &[i32]) -> Option<usize> {
+        let behind = read.behind(&self.tokens)?;
         Some(behind.iter().zip(output_ids).take_while(|(ours, theirs)| ours == theirs).count())
     }
 
     /// Takes log-probs and versions of what an engine wrote, as far as the trajectory has it behind exactly what the
     /// engine had read, and behind all that was taken before.
-    pub(crate) fn take(&mut self, input_ids: &[i32], generation: &Generation) {
+    pub(crate) fn take(&mut self, read: &Read, generation: &Generation) {
         let Generation { output_ids, log_probs, .. } = generation;
-        let Some(length) = self.matched(input_ids, output_ids) else { return };
+        let Some(length) = self.matched(read, output_ids) else { return };
         let taken = self.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
-        let start = match input_ids.len().checked_sub(self.prompt_len) {
+        let start = match read.len.checked_sub(self.prompt_len) {
             Some(start) if start >= taken => start,
             _ => return,
         };

@@ -4,7 +4,7 @@ use async_trait::async_trait;
 use driftless_bridge::engine::{Meter, Piece, Tell};
 use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
 
-use super::{Prompt, Trajectory};
+use super::{Prompt, Read, Trajectory};
 use crate::error::Result;
 use crate::seed::mix;
 
@@ -88,7 +88,7 @@ impl Turn<'_> {
         let generation = self.ask(0, prompt.tokens.clone(), self.sampling.clone(), None).await?;
         let tokens = [prompt.tokens.as_slice(), &generation.output_ids].concat();
         let mut trajectory = Trajectory::new(tokens, prompt.tokens.len());
-        trajectory.take(&prompt.tokens, &generation);
+        trajectory.take(&Read::of(&prompt.tokens), &generation);
         Ok(trajectory)
     }
 
@@ -123,18 +123,7 @@ impl Turn<'_> {
         let seed_of = |seed: u64| if nth == 0 { seed } else { mix(seed ^ mix(nth)) >> 1 };
         sampling.sampling_seed = sampling.sampling_seed.map(seed_of);
         if sampling.max_new_tokens == 0 {
-            return Ok(Generation {
-                rid: self.rid,
-                engine: String::new(),
-                output_ids: Vec::new(),
-                log_probs: Vec::new(),
-                spans: Vec::new(),
-                spans_reported: true,
-                finish: driftless_bridge::engine::Finish::Length,
-                retractions: 0,
-                cached_tokens: None,
-                replies: Vec::new(),
-            });
+            return Ok(Generation::without_room(self.rid));
         }
         let mut request =
             GenerateRequest::new(self.rid.generation(nth), input_ids, sampling).with_affinity(self.group);

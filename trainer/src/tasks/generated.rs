@@ -263,6 +263,7 @@ mod tests {
             metadata: None,
             truncated: false,
             response_length: 1,
+            given: None,
         };
         let group =
             [answer(&problem.answer), answer("no"), Answer { label: None, ..answer(&problem.answer) }];

@@ -11,7 +11,10 @@ use crate::error::Result;
 use crate::learner::{Batch, Learner, Sample, Stepped};
 use crate::metrics::{self, StepMetrics, StepStats};
 use crate::options::{Estimator, LearnOptions};
-use crate::rollout::raw_reward;
+use crate::rollout::{Kept, raw_reward};
+
+/// Names of means in a line of metrics: those that are made up for each answer would fill it.
+const NAMES_MAX: usize = 256;
 
 /// The optimiser step of a rollout: what it was like, and which quantity was not finite, if one was. What the learner tells
 /// of the tokens goes into `log`, if one is given.
@@ -122,7 +125,7 @@ pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String
     let level = shared(|group| group.records.windows(2).all(|pair| reward(&pair[0]) == reward(&pair[1])));
     StepMetrics {
         reward: mean(reward),
-        rewards: by_file(groups, files),
+        rewards: by_name(groups, files),
         pass: verdicts.then(|| solved as f64 / groups.len().max(1) as f64),
         groups: groups.len() as u64,
         groups_zero_std: level as u64,
@@ -143,17 +146,22 @@ fn reward(record: &Record) -> f64 {
     f64::from(raw_reward(record))
 }
 
-/// Mean reward of each file, where there are several.
-fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
-    let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
-    for (group, file) in groups.iter().zip(files) {
-        let (sum, count) = sums.entry(file).or_default();
-        *sum += group.records.iter().map(reward).sum::<f64>();
-        *count += group.records.len() as f64;
+/// Mean reward of each file, where there are several, and means of what rewards are made of.
+fn by_name(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
+    let several = files.windows(2).any(|pair| pair[0] != pair[1]);
+    let of_files = groups
+        .iter()
+        .zip(files)
+        .filter(|_| several)
+        .flat_map(|(group, file)| group.records.iter().map(|record| (file.clone(), reward(record))));
+    let components = records(groups).flat_map(|record| Kept::of(record).components);
+    let mut sums: BTreeMap<String, (f64, f64)> = BTreeMap::new();
+    for (name, value) in of_files.chain(components.map(|(name, value)| (name, value.into()))) {
+        let (sum, count) = sums.entry(name).or_default();
+        (*sum, *count) = (*sum + value, *count + 1.0);
     }
-    let several = sums.len() > 1;
-    let means = sums.into_iter().filter(|_| several);
-    means.map(|(file, (sum, count))| (file.to_owned(), sum / count.max(1.0))).collect()
+    let means = sums.into_iter().map(|(name, (sum, count))| (name, sum / count));
+    means.take(NAMES_MAX).collect()
 }
 
 #[cfg(test)]
@@ -224,6 +232,31 @@ mod tests {
             describe(StepMetrics::default(), &groups, &["a.jsonl"; 3].map(String::from)).rewards.is_empty()
         );
         assert!(describe(StepMetrics::default(), &[], &[]).rewards.is_empty());
+    }
+
+    #[test]
+    fn part_of_rewards_has_the_mean_of_the_answers_that_name_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path(), Options::new(identity)).unwrap();
+        let notes = [
+            r#"{"components":{"form":0.5,"right":1.0}}"#,
+            r#"{"metadata":{"a":1},"components":{"form":1.0}}"#,
+            "",
+        ];
+        for (sample_id, note) in (0..).zip(notes) {
+            let sample = driftless_buffer::Sample {
+                scalars: Scalars { sample_id, ..Scalars::default() },
+                prompt_len: 1,
+                tokens: &[1],
+                metadata: note.as_bytes(),
+                ..driftless_buffer::Sample::default()
+            };
+            log.append(&sample).unwrap().wait().unwrap();
+        }
+        let groups = log.reader().groups(0, 3);
+        let step = describe(StepMetrics::default(), &groups, &["a.jsonl".to_owned()]);
+        assert_eq!(step.rewards, [("form".into(), 0.75), ("right".into(), 1.0)].into());
     }
 
     #[test]

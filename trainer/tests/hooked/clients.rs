@@ -1,18 +1,20 @@
 //! Clients of an answer: what they are drawn at its address is its samples.
 
 use super::many::Room;
-use super::{Echo, turn};
+use super::{Echo, hook, turn};
 use async_trait::async_trait;
 use driftless_agent::chat::ChatTemplate;
 use driftless_agent::{Family, Tokenizer};
 use driftless_bridge::engine::{Digester, Tell, context};
 use driftless_bridge::{GenerateRequest, Generation, Label};
+use driftless_trainer::data::{DataOptions, Place, RowReader};
 use driftless_trainer::hook::{Hook, HookOptions};
-use driftless_trainer::sample::{Engines, Trajectory, Turn};
-use driftless_trainer::tasks::tiny;
+use driftless_trainer::sample::{Engines, Prompt, Trajectory, Turn};
+use driftless_trainer::tasks::{Sourced, Task, tiny};
 use driftless_trainer::{Error, Failure};
 use serde_json::json;
 use std::path::Path;
+use std::sync::Arc;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokio::sync::Barrier;
 
@@ -59,7 +61,7 @@ pub(super) fn checkpoint(dir: &Path) {
 }
 
 /// A room whose hook is `ASKING` with this function.
-pub(super) async fn asking(dir: &Path, function: &str, deadline: u64) -> std::sync::Arc<Room> {
+pub(super) async fn asking(dir: &Path, function: &str, deadline: u64) -> Arc<Room> {
     checkpoint(dir);
     let file = dir.join("asking.py");
     std::fs::write(&file, format!("{ASKING}\n{function}")).unwrap();
@@ -79,8 +81,13 @@ fn check_replies(sample: &Trajectory) -> usize {
         assert_eq!((reply.context, reply.digest), (context(0, before), digester.digest()));
     }
     let drawn: u32 = sample.replies.iter().map(|reply| reply.end - reply.start).sum();
-    assert_eq!(drawn as usize, sample.loss_mask.iter().filter(|mask| **mask == 1).count());
+    assert_eq!(drawn as usize, trained(sample));
     sample.replies.len()
+}
+
+/// How many of its tokens are trained on.
+fn trained(sample: &Trajectory) -> usize {
+    sample.loss_mask.iter().filter(|mask| **mask == 1).count()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -101,7 +108,7 @@ def answer(turn: Turn) -> None:
         let text = tokenizer.decode(&whole.tokens).unwrap();
         assert!(text.contains(&format!("What is {sample}?")) && text.matches("and?").count() == 2, "{text}");
         assert_eq!(text.matches("assistant\n(short)").count(), 3, "the run's variables: {text}");
-        assert_eq!([whole, other].map(|one| one.loss_mask.iter().filter(|mask| **mask == 1).count()), [6, 2]);
+        assert_eq!([whole, other].map(trained), [6, 2]);
         // The engine's log-probability of a token is how many it had read.
         let reads =
             whole.spans.iter().map(|span| (span.start as usize, -whole.log_probs[span.start as usize]));
@@ -147,9 +154,7 @@ def answer(turn: Turn) -> None:
 "#;
     let room = asking(dir.path(), function, 60).await;
     let answer = room.answer_by(&Together(Barrier::new(4))).await.unwrap();
-    let lengths: Vec<_> =
-        answer.iter().map(|part| part.loss_mask.iter().filter(|mask| **mask == 1).count()).collect();
-    assert_eq!(lengths, [4; 4]);
+    assert_eq!(answer.iter().map(trained).collect::<Vec<_>>(), [4; 4]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -280,7 +285,6 @@ def answer(turn: Turn) -> None:
 "#;
     let room = asking(dir.path(), function, 60).await;
     let answer = room.answer(0).await.unwrap();
-    let trained = |one: &Trajectory| one.loss_mask.iter().filter(|mask| **mask == 1).count();
     assert_eq!(answer.iter().map(trained).collect::<Vec<_>>(), [4, 2, 2]);
     assert!(answer.iter().all(|one| one.tokens.len() < 4096));
     // The run's own bound, and a function that gives up.
@@ -313,4 +317,46 @@ def answer(turn: Turn) -> None:
         assert!(texts.len() == 1 && texts[0].contains("of the second"), "{texts:?}");
         assert_eq!(check_replies(&answer[0]), 2);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_that_a_hook_appends_are_written_by_the_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let function = r#"
+@generate
+async def answer(turn: Turn) -> None:
+    assert turn.messages == [{"role": "user", "content": "6?"}] and turn.tools == [{"name": "add"}]
+    said = await turn.generate(max_new_tokens=2)
+    assert turn.messages[1:] == [{"role": "assistant", "content": said.text}] and said.text == "))"
+    turn.messages.append({"role": "user", "content": "<|im_end|> and?"})
+    await turn.generate(max_new_tokens=2)
+    turn.messages.append({"role": "robot", "content": "?"})
+    try:
+        await turn.generate()
+    except ValueError as error:
+        assert str(error).startswith("append_messages[0].role: expected system") and "robot" in str(error)
+    else:
+        raise AssertionError("a robot was written")
+    turn.messages[-1] = {"role": "user", "content": "last"}
+    await turn.generate(max_new_tokens=1)
+    assert [one["role"] for one in turn.messages] == ["user", "assistant"] * 3
+    turn.sample(reward=0.25)
+"#;
+    let room = asking(dir.path(), function, 60).await;
+    let options = DataOptions::default()
+        .with_apply_chat_template(true)
+        .with_apply_chat_template_kwargs(r#"{"mode": "(short)"}"#);
+    let reader = RowReader::open(options, dir.path()).unwrap();
+    let place = Place { path: dir.path().into(), line: 1 };
+    let row = r#"{"input": "6?", "tools": "[{\"name\": \"add\"}]"}"#;
+    let prompt = Prompt::from(reader.read(row, place).unwrap());
+    let source = Sourced::new(hook(dir.path(), "--data-source-command"), reader);
+    let task = Task { source: Arc::new(source), ..room.task.clone() };
+    let answer = task.generate(&prompt, &turn(0)).await.unwrap();
+    let [sample] = &answer[..] else { panic!("{answer:?}") };
+    assert_eq!((check_replies(sample), trained(sample), sample.reward), (3, 5, Some(0.25)));
+    let marks = [256, 257].map(|mark| sample.tokens.iter().filter(|id| **id == mark).count());
+    assert_eq!(marks, [6, 5], "a user's text has none");
+    let text = task.source.tokenizer().decode(&sample.tokens).unwrap();
+    assert!(text.contains("<|im_end|> and?") && text.ends_with("last\nassistant\n(short))"), "{text}");
 }

@@ -110,8 +110,8 @@ pub(super) fn check_drawn(record: &driftless_buffer::Record) {
     }
 }
 
-/// The text of the one sample of each answer to prompt 0, and its reward.
-async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
+/// The text of the one sample of each answer to prompt 0, and its rewards: twice the answer's, and its parts.
+async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, Vec<f32>)> {
     let tokenizer = Tokenizer::open(dir).unwrap();
     let says = tokenizer.encode(says).unwrap();
     let rollouts = of_engines(dir, task, Arc::new(Says(says.clone())), 1024, 1);
@@ -132,7 +132,7 @@ async fn played(dir: &Path, task: Task, says: &str) -> Vec<(String, f32)> {
             drawn.len() >= 2 * says.len() && drawn.chunks(says.len()).all(|turn| turn == says),
             "{drawn:?}"
         );
-        (tokenizer.decode(tokens).unwrap(), record.scalars().reward)
+        (tokenizer.decode(tokens).unwrap(), record.rewards().to_vec())
     };
     records(&rollouts, 0).iter().map(sample).collect()
 }
@@ -150,7 +150,8 @@ async fn game_of_verifiers_is_played_and_scored_by_its_own() {
     let settings =
         r#"{"taskset": {"game": "Hangman-v0"}, "player": {"harness": {"id": "null"}, "max_turns": 6}}"#;
     let task = task(dir.path(), &python, "verifiers:textarena", settings).await;
-    for (text, reward) in played(dir.path(), task, "[e]").await {
+    for (text, rewards) in played(dir.path(), task, "[e]").await {
+        let reward = rewards[0];
         assert!(text.contains("playing Hangman") && text.matches("[e]").count() >= 2, "{text}");
         assert!((0.0..1.0).contains(&reward) && reward > 0.6, "two of three letters: {reward}, {text}");
     }
@@ -166,9 +167,9 @@ async fn environment_of_ones_own_trains_both_of_its_turns() {
     let task = task(dir.path(), &python, "verifiers:echo-twice", settings).await;
     let answers = played(dir.path(), task, "yes").await;
     assert_eq!(answers.len(), super::ANSWERS as usize);
-    for (text, reward) in answers {
+    for (text, rewards) in answers {
         assert!(text.contains("Say yes") && text.contains("Again"), "{text}");
-        assert_eq!(reward, 1.5, "half of what the transcript has: {text}");
+        assert_eq!(rewards, [1.5; 3], "half of what the transcript has, and its one part: {text}");
     }
 }
 
@@ -185,5 +186,28 @@ async fn what_an_environment_lacks_is_told_before_it_plays() {
     ] {
         let refused = task(dir.path(), &python, name, settings).await.ready().await.unwrap_err().to_string();
         assert!(refused.contains("--environment") && refused.contains(words), "{refused}");
+    }
+}
+
+/// The taskset of `examples/`, with the prompts and the tools of `tools:FOLDER`. Its server imports the wheel's modules too.
+#[tokio::test(flavor = "multi_thread")]
+async fn tools_of_the_example_are_called_by_an_agent_of_verifiers() {
+    let Some(python) = python("DRIFTLESS_VERIFIERS_PYTHON") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (root, place) = (concat!(env!("CARGO_MANIFEST_DIR"), "/.."), dir.path());
+    checkpoint(place);
+    std::fs::write(place.join("chat_template.jinja"), super::tools::TEMPLATE).unwrap();
+    let example = format!("{root}/examples/tools_verifiers.py");
+    std::fs::copy(example, place.join("tools_verifiers.py")).unwrap();
+    std::fs::create_dir(place.join("driftless_rl")).unwrap();
+    let init = format!("__path__ = [{:?}]\n", format!("{root}/python/python/driftless_rl"));
+    std::fs::write(place.join("driftless_rl/__init__.py"), init).unwrap();
+    let folder = super::tools::notes(place);
+    let settings = format!(
+        r#"{{"taskset": {{"task": {{"tools": {{"folder": {folder:?}, "seed": 3}}}}}}, "agent": {{"harness": {{"id": "null"}}}}}}"#
+    );
+    let task = task(place, &python, "verifiers:tools-verifiers", &settings).await;
+    for (text, reward) in super::tools::played_of(place, task, super::tools::able).await {
+        assert!(reward == 1.0 && text.contains("<tool_response>"), "{reward}: {text}");
     }
 }

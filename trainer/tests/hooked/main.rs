@@ -252,6 +252,44 @@ for line in sys.stdin:
     assert!(words.contains("sample 7") && words.contains("at most 256 generations"), "{words}");
 }
 
+/// Answers wait for a reward that is away, and are read from the log then.
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_with_a_reward_of_its_own_is_asked_for_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+import json, os, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["hook"] == "rm":
+        assert all(sample["index"] % 2 == 0 for sample in ask["samples"]), ask
+        if ask["samples"]:
+            with open("asked", "a") as asked:
+                asked.write("x")
+                if asked.tell() <= 4:
+                    os._exit(1)
+        said = {"rewards": [7] * len(ask["samples"])}
+    elif not ask["generations"]:
+        said = {"generate": {}}
+    else:
+        said = {"samples": [{"reward": 0.5}, {"reward": 0.25, "rewards": {"b": 3, "a": 2}}, {}] if ask["index"] % 2 else [{}]}
+    print(json.dumps({"id": ask["id"], **said}), flush=True)
+"#;
+    std::fs::write(dir.path().join("gives.py"), script).unwrap();
+    let at = format!("cd {} && exec python3 gives.py", dir.path().display());
+    let open = |flag| Hook::open(flag, &HookOptions::new(&at)).unwrap();
+    let reward = Arc::new(Rm::new(open("--custom-rm-command")));
+    let made = Some(Arc::new(open("--custom-generate-command")));
+    let task = Task { generate: made, reward, filters: Filters::default(), ..task(dir.path()) };
+    let mut rollouts = rollouts(dir.path(), task);
+    Arc::get_mut(&mut rollouts).unwrap().options.reward_pause = std::time::Duration::from_millis(1);
+    let (groups, _) = generate(&rollouts).await.unwrap();
+    let records = groups.iter().flat_map(|group| records(&rollouts, *group));
+    let given: Vec<_> = records.map(|one| (one.scalars().sample_id % 2, one.rewards().to_vec())).collect();
+    assert_eq!(given.len(), 8, "{given:?}");
+    let expected = [(0, vec![7.0, 7.0]), (1, vec![0.25, 0.25, 2.0, 3.0])];
+    assert!(given.iter().all(|one| expected.contains(one)), "{given:?}");
+}
+
 /// A crash after the second sample of an answer, and before its first, which is written last.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_of_which_a_crash_left_a_part_is_made_again() {
@@ -282,7 +320,10 @@ async fn hook_that_asks_too_much_drops_its_group() {
     let task = task(dir.path());
     for (reply, found) in [
         (r#"{"generate": {"sampling_params": {"temperature": 2}}}"#, "temperature"),
-        (r#"{"generate": {"input_ids": [3], "append": "+"}}"#, "both"),
+        (r#"{"generate": {"input_ids": [3], "append": "+"}}"#, "two of them"),
+        (r#"{"generate": {"append": "+", "append_messages": []}}"#, "`append_messages`"),
+        (r#"{"samples": [{"tokens": [3], "reward": 1e300}]}"#, "one finite number as `reward`"),
+        (r#"{"samples": [{"tokens": [3], "rewards": {"form": "good"}}]}"#, "one finite number as `form`"),
         (r#"{"generate": {}, "samples": [{}]}"#, "neither, or both"),
         (r#"{"samples": []}"#, "found 0"),
         (r#"{"samples": [{}]}"#, "neither"),

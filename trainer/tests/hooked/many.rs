@@ -151,6 +151,26 @@ def told(id, ask):
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn messages_without_a_template_are_refused_and_told() {
+    let asks = r#"
+def asked(id, ask): say(id=id, generate={"append_messages": [{"role": "user", "content": "?"}]})
+def told(id, ask):
+    said = ask["generation"]
+    say(id=id, error=f"{said['finish_reason']}, {said['output_ids']}: {said['error']}", outcome="parser")
+"#;
+    let words = Room::fake(asks, 60).await.answer(7).await.unwrap_err();
+    let told =
+        "refused, []: append_messages: expected a command, and a template of a known family, found none";
+    assert!(words.contains(told), "{words}");
+    let for_ever = r#"
+def asked(id, ask): say(id=id, generate={"append_messages": [{"role": "user", "content": "?"}]})
+told = asked
+"#;
+    let words = Room::fake(for_ever, 60).await.answer(7).await.unwrap_err();
+    assert!(words.contains("at most 256 generations"), "{words}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn process_that_lies_is_named_with_what_it_said() {
     for (difference, found) in [
         ("def asked(id, ask):\n for _ in 'ab': say(id=id, generate={})", ", a "),

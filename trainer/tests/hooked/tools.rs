@@ -94,8 +94,8 @@ impl Engines for Plays {
     }
 }
 
-/// The environment, with a folder of two texts in which the same words go on in two ways.
-async fn tools(dir: &Path, python: &str) -> Task {
+/// A folder of two texts in which the same words go on in two ways.
+pub(super) fn notes(dir: &Path) -> std::path::PathBuf {
     let notes = dir.join("notes");
     std::fs::create_dir(&notes).unwrap();
     std::fs::write(notes.join("sea.md"), "the tide comes in at noon\n").unwrap();
@@ -103,6 +103,12 @@ async fn tools(dir: &Path, python: &str) -> Task {
     std::fs::write(dir.join("secret.txt"), "a secret line of more than six words\n").unwrap();
     std::os::unix::fs::symlink(dir.join("secret.txt"), notes.join("link.txt")).unwrap();
     std::os::unix::fs::symlink(dir, notes.join("up")).unwrap();
+    notes
+}
+
+/// The environment, with such a folder.
+async fn tools(dir: &Path, python: &str) -> Task {
+    let notes = notes(dir);
     checkpoint(dir);
     std::fs::write(dir.join("chat_template.jinja"), TEMPLATE).unwrap();
     task(dir, python, &format!("tools:{}", notes.display()), r#"{"seed": 3}"#).await
@@ -117,7 +123,7 @@ pub(super) fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&
 }
 
 /// Calls the tool that helps, and says what it found.
-fn able(text: &str) -> String {
+pub(super) fn able(text: &str) -> String {
     let (sum, words) = (between(text, "What is ", "?"), between(text, "follows “", "”"));
     match (between(text, "<tool_response>\n", "\n</tool_response>"), sum, words) {
         (None, Some(sum), _) => call("calculate", &json!({"expression": sum})),

@@ -54,7 +54,8 @@ def _register(kind: str, name: str, settings: dict[str, Any]) -> None:
         if not math.isfinite(played["reward"]):
             raise Failed("environment", f"expected a finite reward of {kind}:{name}, found {played['reward']}")
         # The reward goes with the answer: who is asked for it has no need of the environment.
-        turn.sample(metadata=played)
+        parts = played.get("rewards", {})
+        turn.sample(metadata=played, rewards={name: value for name, value in parts.items() if math.isfinite(value)})
 
     @reward
     async def score(samples: list[Sample]) -> list[float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -75,6 +76,9 @@ class _Answer:
     def __init__(self, question: dict[str, Any]) -> None:
         self._samples: list[dict[str, Any]] = []
         self._generations = 0
+        # The first of the messages that the policy has read or written, and how many it is being told.
+        self._known: list[dict[str, Any]] = list(question.get("messages") or ())
+        self._asked = len(self._known)
         #: Number of the answer: the same when it is made again.
         self.index: int = question["index"]
         #: The prompt as the model reads it.
@@ -82,6 +86,11 @@ class _Answer:
         self.input_ids: list[int] = question["input_ids"]
         self.label: Any = question["label"]
         self.metadata: Any = question["metadata"]
+        #: The conversation so far: what the prompt was rendered from, where the run has it, and what the policy said. What is
+        #: appended is rendered with the run's template for the next generation.
+        self.messages: list[dict[str, Any]] = list(self._known)
+        #: The tools of the prompt's row.
+        self.tools: list[Any] = question.get("tools") or []
         #: Of the run: ``max_new_tokens``, ``temperature``, ``stop`` and more.
         self.sampling_params: dict[str, Any] = question["sampling_params"]
         #: Whether the answer is measured, and not learned from.
@@ -101,6 +110,8 @@ class _Answer:
         prompt_len: int | None = None,
         loss_mask: Sequence[int] | None = None,
         metadata: dict[str, Any] | None = None,
+        reward: float | None = None,
+        rewards: Mapping[str, float] | None = None,
     ) -> None:
         """Makes a sample a part of the answer. Without a call, the answer is what the last generation read and wrote.
 
@@ -111,13 +122,20 @@ class _Answer:
             prompt_len: where the response begins; by default behind the prompt.
             loss_mask: per response token, 1 to train on it and 0 not to; by default 1 for all that engines wrote.
             metadata: what rewards are given in place of the prompt's.
+            reward: of the answer, which no other reward is asked about then; the last one of several samples counts.
+            rewards: what the reward is made of, by name: for the log and the run's figures.
         """
         if tokens is None and self._generations == 0 and self.base_url is None:
             raise RuntimeError("turn.sample: expected `tokens`, or a generation before it, found neither")
         if tokens is None and self._generations > 0:
             tokens = self.tokens
         named: dict[str, Any] = {"tokens": None if tokens is None else list(tokens), "metadata": metadata}
-        named["prompt_len"] = prompt_len
+        numbers = {**(rewards or {}), **({} if reward is None else {"reward": reward})}
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                raise ValueError(f"turn.sample: expected a finite number as `{name}`, found {number!r}")
+        named["prompt_len"], named["reward"] = prompt_len, None if reward is None else float(reward)
+        named["rewards"] = {name: float(number) for name, number in rewards.items()} if rewards else None
         named["loss_mask"] = None if loss_mask is None else [int(one) for one in loss_mask]
         self._samples.append({name: value for name, value in named.items() if value is not None})
 
@@ -137,6 +155,14 @@ class Turn(_Answer):
     def _tell(self, given: dict[str, Any]) -> None:
         told, self._told = self._told, None
         self._generations += 1
+        if "error" in given:
+            # No engine was asked.
+            if told is not None and not told.done():
+                told.set_exception(ValueError(given["error"]))
+            return
+        said = given.get("message") or {"role": "assistant", "content": given["text"]}
+        self.messages.insert(self._asked, said)
+        self._known = self.messages[: self._asked + 1]
         if self._reads is not None:
             self.tokens = self._reads
         self.tokens += given.get("appended_ids", ())
@@ -154,6 +180,13 @@ class Turn(_Answer):
         if self._told is not None:
             await asyncio.shield(self._told)
 
+    def _appended(self) -> list[dict[str, Any]]:
+        """Messages that the policy has not read."""
+        known = len(self._known)
+        if self.messages[:known] != self._known:
+            raise ValueError("turn.messages: expected new messages behind those so far, found others among them")
+        return self.messages[known:]
+
     async def generate(
         self,
         append: str | None = None,
@@ -164,6 +197,8 @@ class Turn(_Answer):
         stop_token_ids: Sequence[int] | None = None,
     ) -> Generation:
         """Has an engine go on behind all so far. A generation that is no longer waited for counts all the same.
+
+        It reads what was appended to ``messages``. The run's template may refuse that, as a ``ValueError``.
 
         Args:
             append: text that the model reads behind all so far, tokenised alone.
@@ -189,6 +224,11 @@ class Turn(_Answer):
         self._is_waited_for = True
         try:
             await self._settled()
+            if new := self._appended():
+                if append is not None or input_ids is not None:
+                    raise ValueError("expected new messages in `turn.messages`, `append` or `input_ids`, found two of them")
+                wanted["append_messages"] = new
+            self._asked = len(self._known) + len(new)
             self._send({"generate": wanted})
             self._reads = wanted.get("input_ids")
             self._told = asyncio.get_running_loop().create_future()
