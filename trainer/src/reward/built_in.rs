@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use async_trait::async_trait;
+use driftless_problems::math::{boxed, equal};
 use regex::Regex;
 
 use super::Reward;
-use super::math::{boxed, equal};
 use crate::error::{Error, Result, input};
 use crate::sample::Answer;
 

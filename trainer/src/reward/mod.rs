@@ -1,13 +1,9 @@
 //! Rewards: numbers for answers.
 
 mod built_in;
-mod math;
-mod number;
 mod remote;
 
 pub use built_in::BuiltIn;
-pub(crate) use math::boxed;
-pub(crate) use number::value;
 pub use remote::Remote;
 
 use std::fmt;

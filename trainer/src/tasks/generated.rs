@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use driftless_problems::{Kind, Problem};
 use serde_json::json;
 
 use super::DataSource;
-use super::problems::{Kind, Problem};
 use crate::data::{Dataset, Example, RowReader, Tokenizer, vocabulary};
 use crate::error::{Error, Place, Result, input};
 use crate::reward::Reward;

@@ -1,11 +1,11 @@
 //! What there is to learn: prompts, how answers to them are made, and what answers are worth.
 
 mod generated;
-pub mod problems;
 mod prompts;
 mod sourced;
 pub mod tiny;
 
+pub use driftless_problems as problems;
 pub use generated::Generated;
 pub use prompts::Prompts;
 pub use sourced::Sourced;

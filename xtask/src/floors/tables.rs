@@ -164,6 +164,27 @@ pub(super) const HOUSES: &[House] = &[
         ],
     },
     House {
+        name: "driftless-problems",
+        below: &[],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["seed"],
+            &["number"],
+            &["math"],
+            &[
+                "arithmetic",
+                "base_conversion",
+                "chain_sum",
+                "countdown",
+                "gcd",
+                "letter_counting",
+                "number_sorting",
+                "prime_factorization",
+                "simple_equations",
+            ],
+        ],
+    },
+    House {
         name: "driftless-trainer",
         below: &[
             "driftless-agent",
@@ -171,6 +192,7 @@ pub(super) const HOUSES: &[House] = &[
             "driftless-buffer",
             "driftless-bridge",
             "driftless-http",
+            "driftless-problems",
             "driftless-store",
             "driftless-transport",
         ],

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::{Draw, Kind, Problem};
-use crate::reward::value;
+use crate::math::value;
 
 pub(super) const KIND: Kind = Kind {
     name: "countdown",

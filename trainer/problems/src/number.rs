@@ -16,7 +16,8 @@ static NUMBER: LazyLock<Option<Regex>> =
     LazyLock::new(|| Regex::new(r"^[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]+)?").ok());
 
 /// The value of `text`, or none if it is anything but an expression without variables.
-pub(crate) fn value(text: &str) -> Option<f64> {
+#[must_use]
+pub fn value(text: &str) -> Option<f64> {
     // A variable has another value at each point.
     let values = [value_at(text, 0)?, value_at(text, 1)?];
     (values[0] == values[1]).then_some(values[0])
@@ -25,7 +26,7 @@ pub(crate) fn value(text: &str) -> Option<f64> {
 /// The value of `text` where its variables have the values of `point`. None for what is no expression of
 /// numbers, variables, the four operations, powers, factorials, absolute values, fractions, roots, binomials,
 /// logarithms and the functions of angles, or has no finite value.
-pub(super) fn value_at(text: &str, point: u64) -> Option<f64> {
+pub(crate) fn value_at(text: &str, point: u64) -> Option<f64> {
     let mut parser = Parser { rest: text, depth: 0, point };
     let value = parser.sum()?;
     (parser.rest.is_empty() && value.is_finite()).then_some(value)

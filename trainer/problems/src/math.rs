@@ -4,13 +4,15 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
-use super::number::value_at;
+pub use crate::number::value;
+use crate::number::value_at;
 
 /// Values of variables at which two expressions are compared.
 const POINTS: u64 = 3;
 
 /// What the last `\boxed{…}` or `\fbox{…}` of a text holds.
-pub(crate) fn boxed(text: &str) -> Option<&str> {
+#[must_use]
+pub fn boxed(text: &str) -> Option<&str> {
     let marks = [r"\boxed", r"\fbox"];
     let start = marks.iter().filter_map(|mark| text.rfind(mark).map(|at| at + mark.len())).max()?;
     let rest = text[start..].trim_start();
@@ -34,7 +36,8 @@ pub(crate) fn boxed(text: &str) -> Option<&str> {
 
 /// Whether two answers are the same text once they are written alike, expressions of one value, or lists of
 /// the same. Variables are compared at some values of theirs.
-pub(super) fn equal(answer: &str, label: &str) -> bool {
+#[must_use]
+pub fn equal(answer: &str, label: &str) -> bool {
     let (answer, label) = (plain(answer), plain(label));
     !answer.is_empty() && !label.is_empty() && alike(&answer, &label)
 }

@@ -1,5 +1,4 @@
-//! Generators of problems whose answers can be checked. Each is a function of numbers: the same seed, number
-//! and difficulty give the same problem.
+#![doc = include_str!("../README.md")]
 
 mod arithmetic;
 mod base_conversion;
@@ -7,13 +6,16 @@ mod chain_sum;
 mod countdown;
 mod gcd;
 mod letter_counting;
+pub mod math;
+mod number;
 mod number_sorting;
 mod prime_factorization;
+pub mod seed;
 mod simple_equations;
 
 use serde_json::Value;
 
-use crate::seed::mix;
+use seed::mix;
 
 /// A problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,7 +107,7 @@ impl Draw {
 fn final_answer(said: &str) -> &str {
     let said = said.rsplit_once("</think>").map_or(said, |(_, rest)| rest);
     let tagged = said.rsplit_once("<answer>").map(|(_, rest)| rest.split("</answer>").next().unwrap_or(rest));
-    tagged.or_else(|| crate::reward::boxed(said)).unwrap_or(said).trim()
+    tagged.or_else(|| math::boxed(said)).unwrap_or(said).trim()
 }
 
 /// The whole numbers of a text, in order. Commas between thousands are left out. A minus counts if it does not stand

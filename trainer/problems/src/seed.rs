@@ -1,0 +1,10 @@
+//! Draws from numbers: the same bits on every machine.
+
+/// Mixes 64 bits: SplitMix64's finaliser (Steele, Lea and Flood 2014).
+#[must_use]
+pub fn mix(value: u64) -> u64 {
+    let z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
