@@ -227,7 +227,7 @@ fn engines_and_events_are_those_of_the_files() {
 }
 
 /// What there is of this kind: each bar, as it came.
-fn bars(window: &Value, kind: &str) -> Vec<Value> {
+pub(crate) fn bars(window: &Value, kind: &str) -> Vec<Value> {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let rows = list(&window["tracks"]).into_iter().flat_map(|track| list(&track["rows"]));
     let lanes = rows.filter(|row| row["kind"] == kind).flat_map(|row| list(&row["lanes"]));

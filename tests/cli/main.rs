@@ -11,6 +11,7 @@ mod dashboard;
 mod data;
 mod doctor;
 mod examples;
+mod files;
 mod gateway;
 mod init;
 mod interrupted;

@@ -15,7 +15,15 @@ const ANSWERS: usize = 12;
 pub(crate) fn export(runs: &[PathBuf], file: &Path) -> Result<()> {
     paths::check_output("--export", file)?;
     let data = data(&Board::open(runs, None)?)?;
-    std::fs::write(file, html(&data)).map_err(|source| Error::Io { path: file.to_owned(), source })
+    let io = |source| Error::Io { path: file.to_owned(), source };
+    let mut unfinished = file.as_os_str().to_owned();
+    unfinished.push(".new");
+    // Beside its final place: whoever opens that meanwhile has the page before.
+    let written = std::fs::write(&unfinished, html(&data)).and_then(|()| std::fs::rename(&unfinished, file));
+    written.map_err(io).inspect_err(|_| {
+        // The error being returned matters more.
+        let _ = std::fs::remove_file(&unfinished);
+    })
 }
 
 /// What the page would ask for, as JSON by what it asks.

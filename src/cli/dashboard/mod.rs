@@ -130,7 +130,8 @@ struct Summary {
     /// What it was told: when, and by which flags.
     told: String,
     settings: BTreeMap<String, String>,
-    steps: usize,
+    /// That are done.
+    steps: u64,
     of: Option<u64>,
     alerts: Vec<Alert>,
     updated_at_ms: Option<f64>,
@@ -189,7 +190,7 @@ impl Watched {
             dir: dir.display().to_string(),
             told,
             settings: without_secrets(&flags),
-            steps: self.files.table.steps(),
+            steps: self.files.table.last_step().map_or(0, |last| last + 1),
             of: self.files.facts.of(),
             alerts: self.files.facts.alerts(),
             updated_at_ms: self.files.table.last("completed_at_ms").filter(|at| at.is_finite()),

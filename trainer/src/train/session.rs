@@ -26,7 +26,7 @@ use super::update::{self, Updates};
 use super::versions::Versions;
 use super::{TrainOptions, listen, options, watched};
 use crate::error::{Error, Result, io};
-use crate::events::{Alerts, Event, Fact, Observer};
+use crate::events::{Alerts, Event, Fact, LEARNER_STARTS, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, METRICS, MetricsFile, StepMetrics};
@@ -212,7 +212,7 @@ impl<'o> Session<'o> {
         let progress = match self.options.debug {
             Debug::RolloutOnly => None,
             _ => {
-                self.wait_on("the learner to start", &self.learner.describe());
+                self.wait_on(LEARNER_STARTS, &self.learner.describe());
                 self.learner.load(&self.place)?
             }
         };

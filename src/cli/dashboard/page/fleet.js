@@ -51,11 +51,15 @@ function words({ at_ms: _, event, ...fields }) {
   return event.replaceAll("_", " ") + (Object.keys(fields).length ? ": " : "") + Object.entries(fields).filter(([, value]) => value !== "").map(field).join(", ");
 }
 
-// The step that was under way at a time: the first that was complete afterwards. It leads to the time line.
-function underWay({ columns }, at) {
+// The step that was under way at a time: the first that was complete afterwards, or one of those up to it of which the
+// page holds no figures. It leads to the time line.
+function underWay({ columns, stride }, at) {
   const row = (columns.completed_at_ms || []).findIndex((completed) => completed >= at);
   const step = columns.rollout_id?.[row];
-  return D.el("span", { className: "at" }, step === undefined ? "" : D.el("a", { href: `#time?${new URLSearchParams({ run: D.run(), step })}` }, "step " + step));
+  if (step === undefined) return D.el("span", { className: "at" }, "");
+  const first = Math.max(0, (columns.rollout_id[row - 1] ?? step - stride) + 1);
+  const words = first < step ? `steps ${first}–${step}` : "step " + step;
+  return D.el("span", { className: "at" }, D.el("a", { href: `#time?${new URLSearchParams({ run: D.run(), step })}` }, words));
 }
 
 const factLine = (table, fact) => D.el("li", { className: isOdd(fact) ? "odd" : "" }, D.el("time", null, D.time(fact.at_ms)), underWay(table, fact.at_ms), D.el("span", null, D.visible(words(fact))));

@@ -26,7 +26,7 @@ const TITLES = {
   weights_ms: "weights cost, ms", rollout_tokens_per_s: "generated tokens/s", train_tokens_per_s: "trained tokens/s", mfu: "MFU", tokens: "tokens of a step",
 };
 // Ids, times and what another view shows.
-const APART = /^(rollout_id|completed_at_ms|goodput\..*|publication\.(version|committed_at_ms))$/;
+const APART = /^(rollout_id|completed_at_ms|tokens_done|goodput\..*|publication\.(version|committed_at_ms))$/;
 const title = (name) => {
   const set = name.match(/^eval\.sets\.(.*)\.(\w+)$/);
   if (set) return `${set[1]}: ${set[2] === "pass_1" ? "pass@1" : TITLES[set[2]] || set[2].replaceAll("_", " ")}`;
@@ -51,13 +51,9 @@ const store = () => {
 
 // Where a run's rows stand on the horizontal axis.
 function places(table) {
-  const { rollout_id: steps = [], completed_at_ms: times = [], tokens = [] } = table.columns;
+  const { rollout_id: steps = [], completed_at_ms: times = [], tokens_done: tokens = [] } = table.columns;
   if (settings.x === "time") return times.map((at) => (at ? at / 1000 : null));
-  if (settings.x === "tokens") {
-    let sum = 0;
-    return steps.map((_, row) => (sum += tokens[row] || 0));
-  }
-  return steps;
+  return settings.x === "tokens" ? tokens : steps;
 }
 
 // A mean that forgets, and that begins where the figures do.
