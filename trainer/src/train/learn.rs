@@ -13,8 +13,16 @@ use crate::metrics::{self, StepMetrics, StepStats};
 use crate::options::{Estimator, LearnOptions};
 use crate::rollout::raw_reward;
 
-/// The optimiser step of a rollout: what it was like, and which quantity was not finite, if one was. What the learner tells
-/// of the tokens goes into `log`, if one is given.
+/// What an optimiser step was like.
+#[derive(Default)]
+pub(super) struct Learnt {
+    pub(super) stats: StepStats,
+    /// Which quantity was not finite, if one was.
+    pub(super) not_finite: Option<String>,
+    pub(super) log_prob_diff_by_engine: BTreeMap<String, f64>,
+}
+
+/// The optimiser step of a rollout. What the learner tells of the tokens goes into `log`, if one is given.
 pub(super) fn step(
     learner: &mut dyn Learner,
     rollout: u64,
@@ -22,17 +30,47 @@ pub(super) fn step(
     ages: &Ages,
     options: &LearnOptions,
     log: Option<&Log>,
-) -> Result<(StepStats, Option<String>)> {
+) -> Result<Learnt> {
     let batch = batch(rollout, groups, ages, options);
-    match learner.step(&batch)? {
-        Stepped::Done(stats) => {
-            if let (Some(log), Some(log_probs)) = (log, learner.take_log_probs()) {
-                log.write_learned(rollout, &columns_of(&batch, &log_probs))?;
-            }
-            Ok((stats, None))
-        }
-        Stepped::NotFinite(what) => Ok((StepStats::default(), Some(what))),
+    let stats = match learner.step(&batch)? {
+        Stepped::Done(stats) => stats,
+        Stepped::NotFinite(what) => return Ok(Learnt { not_finite: Some(what), ..Learnt::default() }),
+    };
+    let mut learnt = Learnt { stats, ..Learnt::default() };
+    if let (Some(log), Some(log_probs)) = (log, learner.take_log_probs()) {
+        let columns = columns_of(&batch, &log_probs);
+        log.write_learned(rollout, &columns)?;
+        learnt.log_prob_diff_by_engine = by_engine(groups, &columns);
     }
+    Ok(learnt)
+}
+
+/// Engines that are told of apart.
+const ENGINES_MAX: usize = 64;
+
+/// The mean difference of log-probs over the trained tokens of each engine: the largest of them.
+fn by_engine(groups: &[Group], columns: &[Column<'_>]) -> BTreeMap<String, f64> {
+    let engines: BTreeMap<_, _> =
+        records(groups).map(|record| (record.position(), record.engine())).collect();
+    let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    for column in columns {
+        let Some(engine) = engines.get(&column.position).filter(|engine| !engine.is_empty()) else {
+            continue;
+        };
+        let (sum, count) = sums.entry(engine).or_default();
+        let apart = column.log_probs.iter().zip(column.engine_log_probs);
+        for apart in
+            apart.map(|(own, other)| f64::from((own - other).abs())).filter(|apart| apart.is_finite())
+        {
+            *sum += apart;
+            *count += 1.0;
+        }
+    }
+    let told = sums.into_iter().filter(|(_, (_, count))| *count > 0.0);
+    let mut means: Vec<_> = told.map(|(engine, (sum, count))| (engine.to_owned(), sum / count)).collect();
+    means.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+    means.truncate(ENGINES_MAX);
+    means.into_iter().collect()
 }
 
 /// The learner's log-probs of all response tokens of a batch, beside those of the engines. A learner that tells too few of
@@ -120,8 +158,11 @@ pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String
     let solved = shared(|group| group.records.iter().any(|record| reward(record) >= 1.0));
     let verdicts = records(groups).all(|record| metrics::is_verdict(raw_reward(record)));
     let level = shared(|group| group.records.windows(2).all(|pair| reward(&pair[0]) == reward(&pair[1])));
+    let learned = |record: &Record| f64::from(record.scalars().reward);
+    let is_other = records(groups).any(|record| learned(record) != reward(record));
     StepMetrics {
         reward: mean(reward),
+        reward_learned: is_other.then(|| mean(learned)),
         rewards: by_file(groups, files),
         pass: verdicts.then(|| solved as f64 / groups.len().max(1) as f64),
         groups: groups.len() as u64,
@@ -224,6 +265,44 @@ mod tests {
             describe(StepMetrics::default(), &groups, &["a.jsonl"; 3].map(String::from)).rewards.is_empty()
         );
         assert!(describe(StepMetrics::default(), &[], &[]).rewards.is_empty());
+    }
+
+    #[test]
+    fn differences_are_told_of_each_engine_and_rewards_as_learned() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path(), Options::new(identity)).unwrap();
+        let engines = ["http://a", "http://b", "http://b", ""];
+        for (engine, sample_id) in engines.into_iter().zip(0..) {
+            let sample = driftless_buffer::Sample {
+                scalars: Scalars { sample_id, reward: 0.5, ..Scalars::default() },
+                prompt_len: 1,
+                tokens: &[1, 2, 3],
+                log_probs: &[-1.0; 2],
+                loss_mask: &[1; 2],
+                engine,
+                rewards: &[2.0],
+                ..driftless_buffer::Sample::default()
+            };
+            log.append(&sample).unwrap().wait().unwrap();
+        }
+        let groups = log.reader().groups(0, 4);
+        let batch = batch(0, &groups, &Ages::default(), &LearnOptions::default());
+        let position = |at: usize| batch.samples[at].position;
+        // Of what was not trained on, and of what an engine thinks impossible, there is no difference.
+        let own: [&[f32]; 4] =
+            [&[-1.5, f32::NAN], &[-1.0, -1.25], &[-1.75, f32::NEG_INFINITY], &[-9.0, -9.0]];
+        let columns: Vec<_> = own
+            .into_iter()
+            .zip(0..)
+            .map(|(log_probs, at)| Column { position: position(at), log_probs, engine_log_probs: &[-1.0; 2] })
+            .collect();
+        let found = by_engine(&groups, &columns);
+        assert_eq!(found, [("http://a".to_owned(), 0.5), ("http://b".to_owned(), 1.0 / 3.0)].into());
+        let step = describe(StepMetrics::default(), &groups, &[]);
+        assert_eq!((step.reward, step.reward_learned), (2.0, Some(0.5)));
+        let (_dir, same) = groups_of(&[&[1.0, 0.0]]);
+        assert_eq!(describe(StepMetrics::default(), &same, &[]).reward_learned, None);
     }
 
     #[test]
