@@ -31,12 +31,12 @@ impl Dashboard {
         Dashboard { addr: addr.parse().expect("an address"), process }
     }
 
-    fn ask(&self, path: &str, headers: &str) -> (u16, String) {
+    pub(crate) fn ask(&self, path: &str, headers: &str) -> (u16, String) {
         exchange(self.addr, &format!("GET {path}"), headers, "")
     }
 
     /// What comes of asking until it is as it shall be.
-    fn until(&mut self, path: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    pub(crate) fn until(&mut self, path: &str, is_so: impl Fn(&Value) -> bool) -> Value {
         let addr = self.addr;
         self.process.until(path, |_| {
             let (_, body) = exchange(addr, &format!("GET {path}"), &format!("host: {addr}\r\n"), "");

@@ -4,6 +4,7 @@ mod export;
 mod lines;
 mod mcp;
 mod mismatch;
+mod outlines;
 pub(super) mod read;
 mod samples;
 mod serve;
