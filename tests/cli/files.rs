@@ -114,3 +114,20 @@ fn export_replaces_a_page_that_is_open() {
     assert!(std::fs::read_to_string(&page).expect("a file").contains("id=\"data\""));
     assert!(!dir.path().join("page.html.new").exists());
 }
+
+#[test]
+fn hosts_are_those_that_steps_told_of_last() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let line = |step: u64, hosts: Value| {
+        format!("{}\n", json!({ "rollout_id": step, "publication": { "hosts": hosts } }))
+    };
+    let phases = |version: u64| json!({ "version": version, "began_at_ms": BEGAN, "fetch_ms": 2.5 });
+    let steps = [
+        line(0, json!({ "a": [phases(0)], "b": [phases(0)] })),
+        line(1, json!({ "a": [phases(1), phases(2)], "c": [] })),
+    ];
+    file(dir.path(), "metrics.jsonl", steps.concat().as_bytes());
+    let board = Dashboard::of(dir.path(), &[dir.path()], None);
+    let hosts = board.get("/api/fleet")["hosts"].clone();
+    assert_eq!(hosts, json!({ "a": phases(2), "b": phases(0) }));
+}

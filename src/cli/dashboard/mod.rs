@@ -163,7 +163,7 @@ impl Board {
         let Watched { files, samples, shelf, store } = &mut *run;
         match what {
             "metrics" => files.table.rows(ask.epoch, ask.from, &ask.prefix),
-            "fleet" => files.facts.json(),
+            "fleet" => files.facts.json(&files.table),
             "samples" => samples.list(ask, &files.taken),
             "sample" => samples.one(ask.position, &files.taken),
             "time" => time::window(files, samples, ask),

@@ -26,6 +26,7 @@ const DEPTH_MAX: usize = 8;
 /// Facts that are held, and engines, versions, and phases of an engine.
 const FACTS_MAX: usize = 400;
 const ENGINES_MAX: usize = 1024;
+const HOSTS_MAX: usize = 1024;
 const VERSIONS_MAX: usize = 400;
 const PHASES_MAX: usize = 200;
 const ALERTS_MAX: usize = 32;
@@ -151,6 +152,8 @@ pub(in crate::cli) struct Table {
     /// The last step, which may not be held, and the tokens of all up to it.
     last: Option<u64>,
     tokens: f64,
+    /// The last version that was told of on its way to each host, as the file has it.
+    hosts: BTreeMap<String, Value>,
     columns: BTreeMap<String, Vec<f64>>,
 }
 
@@ -197,6 +200,14 @@ impl Table {
             self.tokens = self.last(TOKENS_DONE).unwrap_or_default();
         }
         self.tokens += value.get("tokens").and_then(Value::as_f64).unwrap_or_default();
+        for (host, phases) in
+            value.pointer("/publication/hosts").and_then(Value::as_object).into_iter().flatten()
+        {
+            let Some(last) = phases.as_array().and_then(|all| all.last()) else { continue };
+            if self.hosts.contains_key(host) || self.hosts.len() < HOSTS_MAX {
+                self.hosts.insert(host.clone(), last.clone());
+            }
+        }
         if !step.is_multiple_of(self.stride) {
             return true;
         }
@@ -451,8 +462,15 @@ impl Facts {
         }
     }
 
-    pub(super) fn json(&self) -> Result<String> {
-        json(self)
+    /// With the hosts that figures tell of.
+    pub(super) fn json(&self, table: &Table) -> Result<String> {
+        #[derive(Serialize)]
+        struct Fleet<'a> {
+            #[serde(flatten)]
+            facts: &'a Facts,
+            hosts: &'a BTreeMap<String, Value>,
+        }
+        json(&Fleet { facts: self, hosts: &table.hosts })
     }
 
     /// What spoils the run now, the engines that are lost with it.

@@ -200,7 +200,7 @@ fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftless_buffer::sample::Verdict;
+    use driftless_buffer::sample::{ColumnId, Element, Verdict};
     use driftless_buffer::{Identity, Options, Scalars};
 
     /// Two answers to a prompt with rewards 1 and 0, the first of which became `parts` samples.
@@ -281,7 +281,7 @@ mod tests {
                 log_probs: &[-1.0; 2],
                 loss_mask: &[1; 2],
                 engine,
-                rewards: &[2.0],
+                extra: &[(ColumnId::REWARDS, Element::F32, &2.0_f32.to_le_bytes())],
                 ..driftless_buffer::Sample::default()
             };
             log.append(&sample).unwrap().wait().unwrap();
