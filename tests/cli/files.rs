@@ -1,6 +1,6 @@
 //! `driftless dashboard`: what becomes of what it read when a run begins anew, or its files are written over.
 
-use crate::common::{driftless, run};
+use crate::common::{code, driftless, run};
 use crate::dashboard::{Dashboard, bars, file, step};
 use crate::log::run_with_samples;
 use crate::trace::BEGAN;
@@ -130,4 +130,26 @@ fn hosts_are_those_that_steps_told_of_last() {
     let board = Dashboard::of(dir.path(), &[dir.path()], None);
     let hosts = board.get("/api/fleet")["hosts"].clone();
     assert_eq!(hosts, json!({ "a": phases(2), "b": phases(0) }));
+}
+
+#[test]
+fn export_has_the_answers_of_the_step_that_is_asked_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    file(&run_dir, "metrics.jsonl", (step(6, 0.5) + &step(7, 0.75)).as_bytes());
+    let page = dir.path().join("page.html");
+    let export = |step: &str| {
+        let mut export = driftless();
+        export.arg("dashboard").arg(&run_dir).args(["--step", step, "--export"]).arg(&page);
+        export
+    };
+    run(&mut export("6"));
+    let page = std::fs::read_to_string(&page).expect("a page");
+    let data = page.split_once("id=\"data\">").expect("data").1.split_once("</script>").expect("its end").0;
+    let data: Value = serde_json::from_str(data).expect("JSON");
+    let samples = &data["samples/0"];
+    assert_eq!(json!([samples["step"], samples["total"], data["time/0"]["shown"][1]]), json!([6, 1, 6]));
+    assert_eq!(data[format!("sample/0/{}", samples["rows"][0]["position"])]["step"], 6);
+    let (status, told) = code(&mut export("8"));
+    assert!(status == Some(2) && told.contains("at most 7"), "{told}");
 }

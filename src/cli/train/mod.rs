@@ -320,7 +320,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     let outcome = outcome?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
     let page = save.join(PAGE);
-    dashboard::export(std::slice::from_ref(&save), &page)?;
+    dashboard::export(std::slice::from_ref(&save), &page, None)?;
     output.print(&summary, Summary::table)?;
     if !output.json {
         line_out(&format!("report: {}", page.display()))?;

@@ -81,7 +81,7 @@ function figures({ columns, rows }) {
   const last = (name) => (columns[name] || []).findLast((value) => value !== null) ?? null;
   const told = [["places of engines", began !== null && seconds > 0 ? D.number(since("goodput.places_s") / seconds) : null],
     ["longest pause for a version", last("publication.pause_ms") === null ? null : D.span(last("publication.pause_ms") / 1000)],
-    ["tokens behind a prefix of older weights", began === null ? null : `${D.number(at("goodput.tokens.stale_prefix", rows - 1) ?? 0)} of ${D.number(at("goodput.tokens.cached", rows - 1) ?? 0)} from prefix caches`]];
+    ["prefix tokens of older weights", began === null ? null : `${D.number(at("goodput.tokens.stale_prefix", rows - 1) ?? 0)} of ${D.number(at("goodput.tokens.cached", rows - 1) ?? 0)} from prefix caches`]];
   return D.el("dl", { className: "figures" }, told.filter(([, text]) => text !== null).map(([name, text]) => [D.el("dt", null, name), D.el("dd", null, text)]));
 }
 

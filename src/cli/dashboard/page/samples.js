@@ -55,7 +55,7 @@ function lists(list, query) {
   const pages = [list.from > 0 ? turn(Math.max(0, list.from - 200), "before") : null, to < list.total && list.looked === null ? turn(to, "more") : null];
   const head = D.el("tr", null, ["reward", "tokens", "end", "version", "mismatch", "step", "prompt", "took", query.kind === "left_out" ? "why" : "engine"].map((name, index) => D.el("th", { className: [0, 1, 4, 5, 6, 7].includes(index) ? "figure" : "" }, name)));
   const table = D.el("table", { className: "rows" }, head, list.rows.map((row) => sampleRow(row, String(row.position) === query.position)));
-  return [bar, D.el("p", { className: "note" }, words.join("; ") + ". ", pages), told, D.el("div", { className: "wide list" }, table)];
+  return [bar, D.el("p", { className: "note" }, words.join("; ") + ". ", pages), told, D.el("div", { className: "wide list" }, table)].filter(Boolean);
 }
 
 // Colours behind tokens, and what each says.
