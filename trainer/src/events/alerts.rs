@@ -160,9 +160,7 @@ impl Alerts {
         let mean = self.last.iter().map(of).sum::<f64>() / self.last.len() as f64;
         let (mean, engines) = match alert {
             Alert::EntropyCollapse => (self.lost_entropy(mean), ""),
-            Alert::Mismatch => {
-                self.worst_engine().filter(|(worst, _)| *worst > mean).unwrap_or((mean, "engines"))
-            }
+            Alert::Mismatch => self.worst_engine(mean),
             _ => (mean, ""),
         };
         let was = self.raised.contains(&alert);
@@ -179,14 +177,14 @@ impl Alerts {
         Some(Change { alert, begins: is, text })
     }
 
-    /// The largest mean difference of an engine that all steps tell of.
-    fn worst_engine(&self) -> Option<(f64, &str)> {
-        let engines = self.last.front()?.log_prob_diff_by_engine.keys();
+    /// The largest mean difference of an engine that all steps tell of, or the mean of all engines.
+    fn worst_engine(&self, mean: f64) -> (f64, &str) {
+        let engines = self.last.iter().take(1).flat_map(|first| first.log_prob_diff_by_engine.keys());
         let means = engines.filter_map(|engine| {
             let all = self.last.iter().map(|step| step.log_prob_diff_by_engine.get(engine).copied());
             Some((all.sum::<Option<f64>>()? / self.last.len() as f64, engine.as_str()))
         });
-        means.max_by(|(one, _), (other, _)| one.total_cmp(other))
+        means.fold((mean, "engines"), |worst, other| if other.0 > worst.0 { other } else { worst })
     }
 
     /// How much of the first steps' entropy is gone; 0 where no learner tells it.
@@ -227,7 +225,9 @@ mod tests {
     fn alert_begins_and_ends_with_the_mean_of_some_steps() {
         let bad: [(Alert, Spoil); 8] = [
             (Alert::Mismatch, |step| step.stats.log_prob_diff_mean = 0.2),
-            (Alert::Mismatch, |step| drop(step.log_prob_diff_by_engine.insert("http://b".to_owned(), 0.2))),
+            (Alert::Mismatch, |step| {
+                step.log_prob_diff_by_engine.insert("http://b".to_owned(), 0.2);
+            }),
             (Alert::EntropyCollapse, |step| step.stats.entropy = 0.01),
             (Alert::ZeroVariance, |step| step.groups_zero_std = 9),
             (Alert::Truncation, |step| step.truncated = 0.5),

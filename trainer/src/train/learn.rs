@@ -9,20 +9,12 @@ use super::take::Ages;
 use crate::advantage;
 use crate::error::Result;
 use crate::learner::{Batch, Learner, Sample, Stepped};
-use crate::metrics::{self, StepMetrics, StepStats};
+use crate::metrics::{self, StepMetrics};
 use crate::options::{Estimator, LearnOptions};
 use crate::rollout::raw_reward;
 
-/// What an optimiser step was like.
-#[derive(Default)]
-pub(super) struct Learnt {
-    pub(super) stats: StepStats,
-    /// Which quantity was not finite, if one was.
-    pub(super) not_finite: Option<String>,
-    pub(super) log_prob_diff_by_engine: BTreeMap<String, f64>,
-}
-
-/// The optimiser step of a rollout. What the learner tells of the tokens goes into `log`, if one is given.
+/// The optimiser step of a rollout: what the learner says of it, and which quantity was not finite, if one was. What it
+/// tells of the tokens goes into `log`, if one is given.
 pub(super) fn step(
     learner: &mut dyn Learner,
     rollout: u64,
@@ -30,19 +22,19 @@ pub(super) fn step(
     ages: &Ages,
     options: &LearnOptions,
     log: Option<&Log>,
-) -> Result<Learnt> {
+) -> Result<(StepMetrics, Option<String>)> {
     let batch = batch(rollout, groups, ages, options);
-    let stats = match learner.step(&batch)? {
-        Stepped::Done(stats) => stats,
-        Stepped::NotFinite(what) => return Ok(Learnt { not_finite: Some(what), ..Learnt::default() }),
-    };
-    let mut learnt = Learnt { stats, ..Learnt::default() };
+    let mut learnt = StepMetrics::default();
+    match learner.step(&batch)? {
+        Stepped::Done(stats) => learnt.stats = stats,
+        Stepped::NotFinite(what) => return Ok((learnt, Some(what))),
+    }
     if let (Some(log), Some(log_probs)) = (log, learner.take_log_probs()) {
         let columns = columns_of(&batch, &log_probs);
         log.write_learned(rollout, &columns)?;
         learnt.log_prob_diff_by_engine = by_engine(groups, &columns);
     }
-    Ok(learnt)
+    Ok((learnt, None))
 }
 
 /// Engines that are told of apart.
@@ -54,19 +46,16 @@ fn by_engine(groups: &[Group], columns: &[Column<'_>]) -> BTreeMap<String, f64> 
         records(groups).map(|record| (record.position(), record.engine())).collect();
     let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
     for column in columns {
-        let Some(engine) = engines.get(&column.position).filter(|engine| !engine.is_empty()) else {
-            continue;
-        };
-        let (sum, count) = sums.entry(engine).or_default();
-        let apart = column.log_probs.iter().zip(column.engine_log_probs);
-        for apart in
-            apart.map(|(own, other)| f64::from((own - other).abs())).filter(|apart| apart.is_finite())
-        {
+        let (sum, count) =
+            sums.entry(engines.get(&column.position).copied().unwrap_or_default()).or_default();
+        let pairs = column.log_probs.iter().zip(column.engine_log_probs);
+        let apart = pairs.map(|(own, other)| f64::from((own - other).abs()));
+        for apart in apart.filter(|apart| apart.is_finite()) {
             *sum += apart;
             *count += 1.0;
         }
     }
-    let told = sums.into_iter().filter(|(_, (_, count))| *count > 0.0);
+    let told = sums.into_iter().filter(|(engine, (_, count))| !engine.is_empty() && *count > 0.0);
     let mut means: Vec<_> = told.map(|(engine, (sum, count))| (engine.to_owned(), sum / count)).collect();
     means.sort_by(|(_, one), (_, other)| other.total_cmp(one));
     means.truncate(ENGINES_MAX);

@@ -196,7 +196,7 @@ impl Session<'_> {
         }
         let begin = Instant::now();
         let learn = &self.options.learn;
-        let learn::Learnt { stats, not_finite, log_prob_diff_by_engine } =
+        let (StepMetrics { stats, log_prob_diff_by_engine, .. }, not_finite) =
             learn::step(&mut *self.learner, rollout, &groups, &ages, learn, Some(&self.log))?;
         let skipped = not_finite.is_some();
         not_finite.map_or(Ok(()), |what| self.skip(rollout, what))?;
