@@ -10,7 +10,7 @@ use crate::layout::segment::Entry;
 use crate::position::Position;
 use crate::reader::Reader;
 use crate::record::Record;
-use crate::sample::{Kind, PromptState, Scalars, Verdict};
+use crate::sample::{Finish, Kind, PromptState, Scalars, Verdict};
 
 /// Which groups, and in what order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,6 +77,51 @@ pub struct Group {
     pub versions: Option<(u64, u64)>,
     /// The newest record of each finished sample, by sample id.
     pub records: Vec<Record>,
+}
+
+/// A finished sample as the index knows it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Outline {
+    /// Of its newest record.
+    pub position: Position,
+    /// The training step it was generated for.
+    pub rollout_id: u64,
+    /// Its group.
+    pub group_id: u64,
+    /// What its record or the newest score of its answer says; `None` where that score is not there. Sealed segments of
+    /// format 1 do not tell, and have 0.
+    pub reward: Option<f32>,
+    /// Why its generation ended.
+    pub finish: Finish,
+    /// Tokens of the response; 0 in sealed segments of format 1.
+    pub tokens: usize,
+    /// Oldest and newest version among its tokens; `None` without spans.
+    pub versions: Option<(u64, u64)>,
+}
+
+impl Outline {
+    /// `None` where the newest record of the sample is not finished.
+    fn new(index: &Index, group: &BTreeMap<u64, Member>, member: &Member) -> Option<Self> {
+        let position = member.newest?;
+        let entry = index.entry(position).filter(|entry| entry.kind == Kind::Sample.code())?;
+        let reward = match entry.score_follows() {
+            true => {
+                let scored = group.get(&entry.answer()).and_then(|first| first.scored);
+                scored.and_then(|(_, newest)| Some(index.entry(newest)?.reward))
+            }
+            false => Some(entry.reward),
+        };
+        let versions = (entry.oldest_version, entry.newest_version);
+        Some(Self {
+            position: Position(position),
+            rollout_id: entry.rollout,
+            group_id: entry.group,
+            reward,
+            finish: Finish::from_code(entry.status),
+            tokens: entry.response as usize,
+            versions: (versions.0 <= versions.1).then_some(versions),
+        })
+    }
 }
 
 /// A group as the index knows it.
@@ -218,6 +263,19 @@ impl Reader {
     pub fn groups(&self, rollout_id: u64, samples: usize) -> Vec<Group> {
         let rollouts = rollout_id..=rollout_id;
         self.find(&GroupQuery { rollouts, order: Order::Id, ..GroupQuery::complete(samples) })
+    }
+
+    /// Hands over every finished sample of a group, by rollout, group and sample. No record is read, and the index is
+    /// locked meanwhile.
+    pub fn outlines(&self, mut take: impl FnMut(&Outline)) {
+        self.ask(|index| {
+            for (_, group) in index.groups(0..=u64::MAX) {
+                group
+                    .values()
+                    .filter_map(|member| Outline::new(index, group, member))
+                    .for_each(|it| take(&it));
+            }
+        });
     }
 
     /// The rollout ids that have samples, ascending.

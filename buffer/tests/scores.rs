@@ -9,6 +9,7 @@ use driftless_buffer::check::{stat, verify};
 use driftless_buffer::sample::{ColumnId, Element, Verdict};
 use driftless_buffer::{
     Finish, GroupQuery, Kind, Log, Options, Position, Reader, Record, Retention, Sample, Scalars, SyncPolicy,
+    VersionSpan,
 };
 use driftless_testkit::log::{options, sample};
 use proptest::prelude::*;
@@ -253,4 +254,41 @@ proptest! {
         given.sort_unstable();
         prop_assert_eq!(given, [(0, 3), (1, 3)]);
     }
+}
+
+#[test]
+fn outlines_are_what_the_records_say_once_their_table_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = Log::open(dir.path(), manual()).unwrap();
+    // Of two samples, the second of which has a span; one that is not scored; one that says its reward by itself.
+    answer(&log, 4, 0, 2, 7);
+    let mut second = sample(Scalars::sample_id_of(4, 1), 7, 0);
+    second.scalars = Scalars { parts: 2, score_follows: true, reward: 0.0, ..second.scalars };
+    second.spans = vec![VersionSpan { version: 9, start: 0, end: second.log_probs.len() as u32 }];
+    let _ = log.append(&second.as_sample()).unwrap();
+    score(&log, 4, 7, 0.25, Verdict::Kept);
+    score(&log, 4, 7, 0.75, Verdict::LeftOut);
+    answer(&log, 5, 0, 1, 7);
+    let _ = log.append(&sample(1 << 20, 8, 3).as_sample()).unwrap();
+    let _ = log.append(&Sample { kind: Kind::Partial, ..sample(1 << 21, 8, 3).as_sample() }).unwrap();
+    log.sync().unwrap();
+    let check = |reader: &Reader| {
+        let mut found = Vec::new();
+        reader.outlines(|outline| found.push(*outline));
+        let records: Vec<_> = found.iter().map(|it| reader.get(it.position).unwrap().unwrap()).collect();
+        for (outline, record) in found.iter().zip(&records) {
+            let scalars = record.scalars();
+            assert_eq!((outline.rollout_id, outline.group_id), (scalars.rollout_id, scalars.group_id));
+            assert_eq!(outline.reward, record.is_scored().then_some(scalars.reward));
+            assert_eq!((outline.finish, outline.tokens), (record.finish(), record.response().len()));
+            assert_eq!(outline.versions, record.versions());
+        }
+        let rewards: Vec<_> = found.iter().map(|outline| (outline.group_id, outline.reward)).collect();
+        let own = sample(1 << 20, 8, 3).scalars.reward;
+        assert_eq!(rewards, [(7, Some(0.75)), (7, None), (7, Some(0.75)), (8, Some(own))]);
+        assert_eq!(found[2].versions, Some((9, 9)));
+    };
+    check(&log.reader());
+    log.close().unwrap();
+    check(&Reader::open(dir.path()).unwrap());
 }

@@ -50,3 +50,36 @@ def test_run_without_metrics_yet_is_told_of_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", kept)
     watch.main([str(tmp_path), "--wandb", "--once"])
     assert kept.logged == [] and kept.ended == 1
+
+
+def test_mark_that_a_crash_left_empty_is_none_and_a_whole_one_replaces_it(tmp_path, monkeypatch):
+    kept = Kept("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", kept)
+    (tmp_path / "metrics.jsonl").write_text(line(0) + line(1))
+    (tmp_path / "watch.wandb").write_text("")
+    watch.main([str(tmp_path), "--wandb", "--once"])
+    assert [step for step, _ in kept.logged] == [0, 1]
+    assert (tmp_path / "watch.wandb").read_text() == "1" and not (tmp_path / "watch.wandb.new").exists()
+
+
+def test_run_that_goes_back_is_said_and_what_is_added_is_read_alone(tmp_path, monkeypatch, capsys):
+    metrics, read = tmp_path / "metrics.jsonl", []
+    metrics.write_text(line(0) + line(1) + line(2)[:9])
+    changes = [lambda: metrics.write_text(line(0) + line(1) + line(2)), lambda: None]
+
+    def goes_back():
+        fresh = tmp_path / "metrics.new"
+        fresh.write_text(line(0) + line(1, reward=9.0) + line(2) + line(3))
+        fresh.rename(metrics)
+
+    changes += [goes_back, lambda: 1 / 0]
+    monkeypatch.setattr(watch.time, "sleep", lambda _: changes.pop(0)())
+    loads = json.loads
+    monkeypatch.setattr(watch.json, "loads", lambda text: read.append(text) or loads(text))
+    told = []
+    with pytest.raises(ZeroDivisionError):
+        for step in watch.steps(metrics, -1, 2.0):
+            told.append(step["rollout_id"])
+    assert told == [0, 1, 2, 3]
+    assert len(read) == 3 + 4, "each line once, and those of the other file"
+    assert "steps up to 2 keep the figures" in capsys.readouterr().err

@@ -31,12 +31,12 @@ impl Dashboard {
         Dashboard { addr: addr.parse().expect("an address"), process }
     }
 
-    fn ask(&self, path: &str, headers: &str) -> (u16, String) {
+    pub(crate) fn ask(&self, path: &str, headers: &str) -> (u16, String) {
         exchange(self.addr, &format!("GET {path}"), headers, "")
     }
 
     /// What comes of asking until it is as it shall be.
-    fn until(&mut self, path: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    pub(crate) fn until(&mut self, path: &str, is_so: impl Fn(&Value) -> bool) -> Value {
         let addr = self.addr;
         self.process.until(path, |_| {
             let (_, body) = exchange(addr, &format!("GET {path}"), &format!("host: {addr}\r\n"), "");
@@ -227,7 +227,7 @@ fn engines_and_events_are_those_of_the_files() {
 }
 
 /// What there is of this kind: each bar, as it came.
-fn bars(window: &Value, kind: &str) -> Vec<Value> {
+pub(crate) fn bars(window: &Value, kind: &str) -> Vec<Value> {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let rows = list(&window["tracks"]).into_iter().flat_map(|track| list(&track["rows"]));
     let lanes = rows.filter(|row| row["kind"] == kind).flat_map(|row| list(&row["lanes"]));

@@ -3,6 +3,7 @@
 
 #![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
 
+mod answers;
 mod atif;
 #[path = "../common/mod.rs"]
 mod common;
@@ -11,6 +12,7 @@ mod dashboard;
 mod data;
 mod doctor;
 mod examples;
+mod files;
 mod gateway;
 mod init;
 mod interrupted;

@@ -2,6 +2,7 @@
 
 use crate::Run;
 use crate::common::{code, driftless, json, run};
+use crate::dashboard::{Dashboard, file};
 use driftless_testkit::sglang::{Fake, checkpoint};
 use driftless_testkit::tree::tree;
 use std::path::PathBuf;
@@ -47,6 +48,7 @@ fn status_shows_the_trainer_each_follower_and_its_engines() {
     );
     assert!(seen["how"]["loaded"].is_object() && seen["compared"].is_object(), "{shown}");
 
+    hosts_of_the_page_are_the_same(&run, ack);
     let text = status(&run);
     let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
     assert!(rows[1].starts_with(&["version", "1:", "delta,"]), "{text}");
@@ -98,6 +100,21 @@ fn store_and_run_are_given_as_words_or_as_flags() {
     assert!(status == Some(2) && said.contains("RUN"), "{status:?}: {said}");
     let (status, said) = code(run.command("status").args(["other", "words"]));
     assert!(status == Some(2) && said.contains("--store"), "{status:?}: {said}");
+}
+
+/// What the page of the run's directory says of its hosts.
+fn hosts_of_the_page_are_the_same(run: &Run, ack: &serde_json::Value) {
+    let save = tempfile::tempdir().expect("a directory");
+    let told = format!("[train]\nstore = '{}'\nrun = 'test'\n", run.path("store").display());
+    file(save.path(), "run.toml", told.as_bytes());
+    let mut board = Dashboard::of(save.path(), &[save.path()], None);
+    let answer = board.until("/api/store", |answer| !answer["found"].is_null());
+    let host = &answer["found"]["hosts"][0];
+    assert_eq!((&host["host"], &host["live"]), (&"host".into(), &true.into()), "{answer}");
+    assert_eq!((&host["version"], &host["label"]), (&ack["version"], &ack["label"]), "{answer}");
+    for name in ["url", "how", "compared", "pause_ms", "up", "paused"] {
+        assert_eq!(host["engines"][0][name], ack["engines"][0][name], "{name} of {answer}");
+    }
 }
 
 /// As people see it.

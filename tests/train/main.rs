@@ -141,6 +141,10 @@ fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
         assert!(figure("rollout_tokens_per_s") > 0.0 && figure("train_tokens_per_s") > 0.0);
         assert!(figure("train_wait_ms") > 0.0 && figure("rollout_wait_ms") >= 0.0);
         assert!((0.0..=figure("log_prob_diff_max")).contains(&figure("log_prob_diff_p99")));
+        let by_engine: Vec<_> = step["log_prob_diff_by_engine"].as_object().into_iter().flatten().collect();
+        let [(_, mean)] = by_engine[..] else { panic!("one engine of {step}") };
+        let apart = mean.as_f64().expect("a number") - figure("log_prob_diff_mean");
+        assert!(apart.abs() <= 0.01 * figure("log_prob_diff_mean"), "the only engine's are all: {step}");
         assert!((0.0..=1.0).contains(&figure("pass")) && figure("groups_zero_std") <= GROUPS as f64);
         assert_eq!(step["staleness"][0], step["response_tokens"], "weights are never old here");
         assert!(step.get("rewards").is_none() && figure("tokens") > figure("response_tokens"));

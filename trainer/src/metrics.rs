@@ -24,7 +24,10 @@ pub struct StepMetrics {
     pub completed_at_ms: u64,
     /// Mean reward of the rollout's samples, before it is processed.
     pub reward: f64,
-    /// The same of each file of prompts, where there are several; and means of what rewards are made of, by name.
+    /// The same of what the rewards were made into, where that is another: steps learn from it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reward_learned: Option<f64>,
+    /// `reward` of each file of prompts, where there are several; and means of what rewards are made of, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, f64>,
     /// Share of the prompts with a sample whose reward is 1, where every reward is −1, 0 or 1.
@@ -68,10 +71,17 @@ pub struct StepMetrics {
     /// What the learner says of its steps.
     #[serde(flatten)]
     pub stats: StepStats,
+    /// [`StepStats::log_prob_diff_mean`] of the tokens of each engine, by its URL: of the 64 with the largest, and of a
+    /// learner that tells its log-probs.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub log_prob_diff_by_engine: BTreeMap<String, f64>,
     /// Mean over tokens of: trainer step minus the step of the weights that generated the token.
     pub staleness_mean: f64,
     /// Largest such difference.
     pub staleness_max: u64,
+    /// The largest that the run trains on, if that is bounded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_staleness: Option<u64>,
     /// Response tokens that were left out because their difference is larger than the run allows.
     #[serde(default)]
     pub tokens_too_old: u64,

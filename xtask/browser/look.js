@@ -10,15 +10,16 @@ const VIEWS = {
   run: { drawn: "#main canvas", says: "reward" },
   goodput: { drawn: "#main table", says: "trained" },
   samples: { drawn: "#main tr[data-position]", says: "reward", keys: ["j"], told: "aside" },
-  fleet: { drawn: "#main table", says: "serving" },
+  "all answers": { hash: "samples?kind=all&order=best", drawn: "#main tr[data-position]", says: "looked at" },
+  fleet: { drawn: "#main .hosts table", says: "serving" },
   time: { drawn: "#main canvas.timeline", says: "steps", keys: ["j", "j", "+", "ArrowRight", "k", "0"], told: ".told" },
   store: { drawn: "#main table", says: "Versions" },
 };
 const SIZES = { wide: { width: 1200, height: 800 }, phone: { width: 390, height: 800, isMobile: true, hasTouch: true } };
 const SHAPES = use === "docs" ? [["wide", "light"]] : Object.keys(SIZES).flatMap((size) => [[size, "light"], [size, "dark"]]);
 
-async function look(page, name, { drawn, says, keys, told }, size) {
-  await page.goto(`${url}/#${name}`);
+async function look(page, name, { hash = name, drawn, says, keys, told }, size) {
+  await page.goto(`${url}/#${hash}`);
   await page.waitForSelector(drawn);
   await until(page, `${name} with \`${says}\``, (words) => document.getElementById("main").innerText.includes(words), says);
   if (keys) {
@@ -26,6 +27,8 @@ async function look(page, name, { drawn, says, keys, told }, size) {
     for (const key of keys) await page.keyboard.press(key);
     await until(page, `other words in ${told} behind the keys ${keys}`, (place, words) => document.querySelector(place).innerText !== words, told, before);
   }
+  const nothing = await page.$eval("#main", (main) => main.innerText.split("\n").find((line) => ["null", "undefined", "NaN"].includes(line)));
+  if (nothing) throw new Error(`${name}: expected words, found \`${nothing}\``);
   const wider = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
   if (wider > 0) throw new Error(`${name}, ${size}: expected a page as wide as its window, found ${wider} pixels more`);
 }
@@ -35,7 +38,7 @@ run(async () => {
     for (const [size, scheme] of SHAPES) {
       await page.setViewport(SIZES[size]);
       await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
-      for (const [name, view] of Object.entries(VIEWS)) {
+      for (const [name, view] of Object.entries(VIEWS).filter(([, { hash }]) => use !== "docs" || !hash)) {
         await look(page, name, view, size);
         const path = use === "docs" ? `${pictures}/${name}.webp` : `${pictures}/${name}-${size}-${scheme}.webp`;
         await page.screenshot({ path, type: "webp", quality: 80 });

@@ -20,6 +20,8 @@ const PROGRAM: &str = "chromium";
 const READY: Duration = Duration::from_secs(60);
 /// What a run told is on its page within its poll. The browser gives up before that, and says what it waited for.
 const SEEN: Duration = Duration::from_secs(360);
+/// The step whose answers are exported: none of the newest ones.
+const EXPORTED: &str = "2";
 /// What a page behind a token asks for here.
 const TOKEN: &str = "a-token-of-the-test";
 
@@ -53,7 +55,7 @@ pub(crate) enum Use {
 }
 
 /// Has the browser look at each view of a run's page, and puts the pictures into the directory `pictures`. In a test, it
-/// also finds a mismatch that is planted in the run.
+/// also finds a mismatch that is planted in the run, and opens a page that is exported with the answers of a step.
 pub(crate) fn look(
     cache: &Path,
     program: &Path,
@@ -71,7 +73,14 @@ pub(crate) fn look(
         return Ok(());
     }
     let mut finds = node("mismatch.js", cache, &url);
-    process::run_logged(finds.arg(pictures).arg(run.join("log/learned")), log)
+    process::run_logged(finds.arg(pictures).arg(run.join("log/learned")), log)?;
+    let page = pictures.join("step.html");
+    let mut exports = Command::new(program);
+    exports.arg("dashboard").arg(run).args(["--step", EXPORTED, "--export"]).arg(&page);
+    process::run_logged(&mut exports, log)?;
+    let mut opens = Command::new("node");
+    opens.arg(script("export.js")).arg(home(cache)).arg(&page).arg(pictures).arg(EXPORTED);
+    process::run_logged(&mut opens, log)
 }
 
 /// Has the browser watch the page of the run in `run` while `demo` makes that, and kills an engine behind the step

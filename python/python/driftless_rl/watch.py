@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import importlib
+import io
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,16 +23,22 @@ def scalars(line: dict, path: str = "") -> dict[str, float]:
 
 
 def steps(path: Path, done: int, poll: float | None) -> Iterator[dict]:
-    """The steps behind ``done``, each once; without ``poll`` those that are there. A run that goes on cuts the file back."""
-    seen = None
+    """The steps behind ``done``, each once; without ``poll`` those that are there. A run that goes on has another file."""
+    known, read = None, 0
     while True:
-        now = path.stat() if path.exists() else None
-        before, seen = seen, now and (now.st_ino, now.st_size)
-        for line in path.read_bytes().splitlines() if seen != before and now else []:
-            with contextlib.suppress(ValueError, TypeError):  # Half written, by now or for ever.
-                if (step := dict(json.loads(line))).get("rollout_id", -1) > done:
-                    done = step["rollout_id"]
-                    yield step
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            now = path.stat() if path.exists() else None
+            if now and known and (now.st_ino != known or now.st_size < read):
+                print(f"{path} begins anew: steps up to {done} keep the figures that were told first", file=sys.stderr)
+                read = 0
+            known = now and now.st_ino
+            file.seek(read)
+            while (line := file.readline()).endswith(b"\n"):  # One that is half written waits for its end.
+                read += len(line)
+                with contextlib.suppress(ValueError, TypeError):
+                    if (step := dict(json.loads(line))).get("rollout_id", -1) > done:
+                        done = step["rollout_id"]
+                        yield step
         if poll is None:
             return
         time.sleep(poll)
@@ -45,15 +53,16 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--project", default="driftless")
     parser.add_argument("--once", action="store_true", help="end after the steps that are there")
     args = parser.parse_args(given)
-    name, mark = args.run.resolve().name, args.run / f"watch.{args.to}"
-    done = int(mark.read_text()) if mark.exists() else -1
+    name, mark, fresh = args.run.resolve().name, args.run / f"watch.{args.to}", args.run / f"watch.{args.to}.new"
+    done = int((mark.read_text() if mark.exists() else "") or -1)
     again = {"resume": "allow"} | ({"id": name} if args.to == "wandb" else {})
     run = importlib.import_module(args.to).init(project=args.project, name=name, **again)
     with contextlib.ExitStack() as end, contextlib.suppress(KeyboardInterrupt):
         end.callback(run.finish)
         for step in steps(args.run / "metrics.jsonl", done, None if args.once else 2.0):
             run.log(scalars(step), step=step["rollout_id"])
-            mark.write_text(str(step["rollout_id"]))
+            fresh.write_text(str(step["rollout_id"]))
+            fresh.replace(mark)
 
 
 if __name__ == "__main__":

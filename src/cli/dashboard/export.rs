@@ -8,26 +8,38 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Answers of the newest step that go along: so many of its worst, and of its best.
+/// Answers of the step that go along: so many of its worst, and of its best.
 const ANSWERS: usize = 12;
 
-/// Writes it.
-pub(crate) fn export(runs: &[PathBuf], file: &Path) -> Result<()> {
+/// Writes it, with the answers of `step`, or of the newest one.
+pub(crate) fn export(runs: &[PathBuf], file: &Path, step: Option<u64>) -> Result<()> {
     paths::check_output("--export", file)?;
-    let data = data(&Board::open(runs, None)?)?;
-    std::fs::write(file, html(&data)).map_err(|source| Error::Io { path: file.to_owned(), source })
+    let board = Board::open(runs, None)?;
+    if let Some(step) = step {
+        board.check_step(step)?;
+    }
+    let data = data(&board, step)?;
+    let io = |source| Error::Io { path: file.to_owned(), source };
+    let mut unfinished = file.as_os_str().to_owned();
+    unfinished.push(".new");
+    // Beside its final place: whoever opens that meanwhile has the page before.
+    let written = std::fs::write(&unfinished, html(&data)).and_then(|()| std::fs::rename(&unfinished, file));
+    written.map_err(io).inspect_err(|_| {
+        // The error being returned matters more.
+        let _ = std::fs::remove_file(&unfinished);
+    })
 }
 
 /// What the page would ask for, as JSON by what it asks.
-fn data(board: &Board) -> Result<String> {
+fn data(board: &Board, step: Option<u64>) -> Result<String> {
     let mut answers = BTreeMap::from([("runs".to_owned(), board.answer("runs", &Ask::default())?)]);
     for run in 0..board.runs.len() {
-        let of_run = || Ask { run, ..Ask::default() };
+        let of_run = || Ask { run, step, ..Ask::default() };
         for what in ["metrics", "fleet", "time"] {
             answers.insert(format!("{what}/{run}"), board.answer(what, &of_run())?);
         }
         // A run without a log has none.
-        let Ok(list) = board.answer("samples", &Ask { run, order: Order::Worst, ..Ask::default() }) else {
+        let Ok(list) = board.answer("samples", &Ask { order: Order::Worst, ..of_run() }) else {
             continue;
         };
         for position in shown(&list) {

@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 const LINE_BYTES_MAX: usize = 4 << 20;
 /// Bytes that are read at once.
 const CHUNK: usize = 256 << 10;
+/// Bytes that are remembered of a file's begin, and of the end of what was read.
+const KNOWN: usize = 256;
 
 /// What a look at a file came upon.
 #[derive(Clone, Copy)]
@@ -36,6 +38,9 @@ pub(super) struct Lines {
     /// The one before it.
     before: Option<File>,
     read: u64,
+    /// The first bytes, and the last ones that were read.
+    first: Vec<u8>,
+    last: Vec<u8>,
     /// Where the line begins that is looked at.
     begun: u64,
     partial: Vec<u8>,
@@ -52,6 +57,8 @@ impl Lines {
             file: None,
             before: None,
             read: 0,
+            first: Vec::new(),
+            last: Vec::new(),
             begun: 0,
             partial: Vec::new(),
             skips: false,
@@ -94,9 +101,28 @@ impl Lines {
                 Err(source) => return Err(Error::Io { path: self.path.clone(), source }),
             };
             self.read += count as u64;
+            self.know(&chunk[..count]);
             self.split(&chunk[..count], take);
         }
         Ok(())
+    }
+
+    fn know(&mut self, bytes: &[u8]) {
+        let missing = KNOWN - self.first.len();
+        self.first.extend_from_slice(&bytes[..missing.min(bytes.len())]);
+        self.last.extend_from_slice(&bytes[bytes.len().saturating_sub(KNOWN)..]);
+        self.last.drain(..self.last.len().saturating_sub(KNOWN));
+    }
+
+    /// Whether the file has other bytes now where it was read: it was written anew in its place.
+    pub(super) fn is_written_over(&self) -> bool {
+        let Some((file, _)) = &self.file else { return false };
+        let is_other = |known: &[u8], at: u64| {
+            let mut found = vec![0; known.len()];
+            // A shorter file is seen by its length.
+            file.read_exact_at(&mut found, at).is_ok() && found != known
+        };
+        is_other(&self.first, 0) || is_other(&self.last, self.read - self.last.len() as u64)
     }
 
     /// Hands over the lines again that begin at `from`, of the file before this one or of this, as far as they were read.

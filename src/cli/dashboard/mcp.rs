@@ -63,8 +63,8 @@ const TOOLS: [Tool; 7] = [
             STEP,
             Argument(
                 "kind",
-                "learned|left_out|evaluation|mismatched",
-                "`learned` by default; `mismatched` is of all steps.",
+                "learned|left_out|evaluation|mismatched|all",
+                "`learned` by default; `mismatched` and `all` are of all steps, and list 200.",
             ),
             Argument("order", "log|best|worst|longest|shortest|mismatch", "`log` by default."),
             Argument("reward_min", "number", "The least reward."),
@@ -73,6 +73,8 @@ const TOOLS: [Tool; 7] = [
             Argument("length_max", "integer", "The most tokens."),
             Argument("mismatch_min", "number", "The least mismatch, in nats."),
             Argument("finish", "string", "How it ended, such as `stop` or `length`."),
+            Argument("version", "integer", "Of weights that drew of it, or one between two that did."),
+            Argument("failure", "string", "Of `left_out`: why, as `causes` of the answer names it."),
             Argument("from", "integer", "The first one that is listed."),
         ],
     },
@@ -229,6 +231,6 @@ mod tests {
                 assert_eq!(refused.matches('`').count() / 2, kind.split('|').count() + 1, "{refused}");
             }
         }
-        assert_eq!(words, 10);
+        assert_eq!(words, 11);
     }
 }

@@ -4,6 +4,7 @@ mod export;
 mod lines;
 mod mcp;
 mod mismatch;
+mod outlines;
 pub(super) mod read;
 mod samples;
 mod serve;
@@ -36,6 +37,7 @@ Examples:
   driftless dashboard runs/first runs/second          # side by side, with the flags that differ
   driftless dashboard runs/first --listen 0.0.0.0:7430 --token-file token
   driftless dashboard runs/first --export first.html  # one file that opens anywhere
+  driftless dashboard runs/first --export worst.html --step 120
 
 Agents ask the same at /mcp, by the Model Context Protocol.";
 
@@ -74,10 +76,13 @@ pub(crate) struct Args {
     /// gs://…, az://….
     #[arg(long, value_name = "URL")]
     store: Option<String>,
-    /// Write the page with what it shows now into this file, and serve nothing. Of the answers it has the newest step's
-    /// best and worst.
+    /// Write the page with what it shows now into this file, and serve nothing. Of the answers it has the best and worst
+    /// of one step.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "token_file", "store"])]
     export: Option<PathBuf>,
+    /// Step whose answers are exported, with the time of it and the three before [default: the newest].
+    #[arg(long, value_name = "N", requires = "export")]
+    step: Option<u64>,
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -85,7 +90,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         return Err(Error::usage("RUN", format!("at most {RUNS_MAX}"), args.runs.len()));
     }
     if let Some(file) = &args.export {
-        export(&args.runs, file)?;
+        export(&args.runs, file, args.step)?;
         let value = serde_json::json!({ "export": file.display().to_string() });
         return output.print(&value, |_| format!("page: {}", file.display()));
     }
@@ -130,7 +135,8 @@ struct Summary {
     /// What it was told: when, and by which flags.
     told: String,
     settings: BTreeMap<String, String>,
-    steps: usize,
+    /// That are done.
+    steps: u64,
     of: Option<u64>,
     alerts: Vec<Alert>,
     updated_at_ms: Option<f64>,
@@ -148,6 +154,22 @@ impl Board {
         Ok(Board { runs: runs.iter().map(open).collect::<Result<_>>()? })
     }
 
+    /// Refuses a step that a run has not done.
+    fn check_step(&self, step: u64) -> Result<()> {
+        for run in &self.runs {
+            let run = run.lock().unwrap_or_else(PoisonError::into_inner);
+            let (last, name) = (run.files.table.last_step(), name(&run.files.dir));
+            if last.is_none_or(|last| step > last) {
+                let expected = match last {
+                    Some(last) => format!("at most {last}, the last one of {name}"),
+                    None => format!("none, as {name} has done none"),
+                };
+                return Err(Error::usage("--step", expected, step));
+            }
+        }
+        Ok(())
+    }
+
     /// What the page asks for by this name, as JSON.
     fn answer(&self, what: &str, ask: &Ask) -> Result<String> {
         if what == "runs" {
@@ -161,7 +183,7 @@ impl Board {
         let Watched { files, samples, shelf, store } = &mut *run;
         match what {
             "metrics" => files.table.rows(ask.epoch, ask.from, &ask.prefix),
-            "fleet" => files.facts.json(),
+            "fleet" => files.facts.json(&files.table),
             "samples" => samples.list(ask, &files.taken),
             "sample" => samples.one(ask.position, &files.taken),
             "time" => time::window(files, samples, ask),
@@ -189,7 +211,7 @@ impl Watched {
             dir: dir.display().to_string(),
             told,
             settings: without_secrets(&flags),
-            steps: self.files.table.steps(),
+            steps: self.files.table.last_step().map_or(0, |last| last + 1),
             of: self.files.facts.of(),
             alerts: self.files.facts.alerts(),
             updated_at_ms: self.files.table.last("completed_at_ms").filter(|at| at.is_finite()),

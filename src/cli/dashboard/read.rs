@@ -4,6 +4,7 @@ use super::lines::{Came, Lines, text};
 use super::time::Index;
 use crate::cli::shared::alerts::remedy;
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::timeline::Starts;
 use driftless::store::redact;
 use driftless::trainer::events::{EARLIER, EVENTS};
 use driftless::trainer::goodput::Goodput;
@@ -25,6 +26,7 @@ const DEPTH_MAX: usize = 8;
 /// Facts that are held, and engines, versions, and phases of an engine.
 const FACTS_MAX: usize = 400;
 const ENGINES_MAX: usize = 1024;
+const HOSTS_MAX: usize = 1024;
 const VERSIONS_MAX: usize = 400;
 const PHASES_MAX: usize = 200;
 const ALERTS_MAX: usize = 32;
@@ -33,6 +35,8 @@ const GROUPS_MAX: usize = 4 << 20;
 /// Longest fact, and longest name of a figure.
 pub(super) const FACT_BYTES_MAX: usize = 32 << 10;
 const NAME_BYTES_MAX: usize = 200;
+/// The figure that no file has: tokens of all steps so far, those between rows too.
+const TOKENS_DONE: &str = "tokens_done";
 const SETTINGS_BYTES_MAX: u64 = 1 << 20;
 
 /// The files of a run.
@@ -81,8 +85,13 @@ impl Files {
         Ok(files)
     }
 
-    /// Reads what has been added.
+    /// Reads what has been added, or all of it again where a file was written over.
     pub(in crate::cli) fn look(&mut self) -> Result<()> {
+        if [&self.metrics, &self.events, &self.ledger].into_iter().any(Lines::is_written_over) {
+            let epoch = self.table.epoch + 1;
+            *self = Files::new(&self.dir)?;
+            self.table.epoch += epoch;
+        }
         let (index, table) = (&mut self.index, &mut self.table);
         let (facts, taken) = (&mut self.facts, &mut self.taken);
         self.metrics.look(&mut |came| {
@@ -140,6 +149,11 @@ pub(in crate::cli) struct Table {
     /// Only steps whose number is a multiple of it are held.
     stride: u64,
     steps: Vec<u64>,
+    /// The last step, which may not be held, and the tokens of all up to it.
+    last: Option<u64>,
+    tokens: f64,
+    /// The last version that was told of on its way to each host, as the file has it.
+    hosts: BTreeMap<String, Value>,
     columns: BTreeMap<String, Vec<f64>>,
 }
 
@@ -179,15 +193,27 @@ impl Table {
         };
         let Ok(value) = serde_json::from_slice::<Value>(line) else { return false };
         let Some(step) = value.get("rollout_id").and_then(Value::as_u64) else { return false };
-        if self.steps.last().is_some_and(|last| *last >= step) {
+        if self.last.replace(step).is_some_and(|last| last >= step) {
             let before = self.steps.partition_point(|before| *before < step);
             self.keep(|row, _| row < before);
+            // Those of steps that are not held between there and here are not known.
+            self.tokens = self.last(TOKENS_DONE).unwrap_or_default();
+        }
+        self.tokens += value.get("tokens").and_then(Value::as_f64).unwrap_or_default();
+        for (host, phases) in
+            value.pointer("/publication/hosts").and_then(Value::as_object).into_iter().flatten()
+        {
+            let Some(last) = phases.as_array().and_then(|all| all.last()) else { continue };
+            if self.hosts.contains_key(host) || self.hosts.len() < HOSTS_MAX {
+                self.hosts.insert(host.clone(), last.clone());
+            }
         }
         if !step.is_multiple_of(self.stride) {
             return true;
         }
         self.steps.push(step);
         self.flatten(&mut String::new(), &value, DEPTH_MAX);
+        self.put(TOKENS_DONE, self.tokens);
         let rows = self.steps.len();
         self.columns.values_mut().for_each(|column| column.resize(rows, f64::NAN));
         if rows * self.columns.len() > CELLS_MAX {
@@ -228,19 +254,21 @@ impl Table {
             }
             _ => None,
         };
-        let Some(figure) = figure else { return };
-        let is_new = !self.columns.contains_key(name.as_str());
-        if is_new && self.columns.len() < COLUMNS_MAX && name.len() <= NAME_BYTES_MAX {
-            self.columns.insert(name.clone(), Vec::new());
-        }
-        if let Some(column) = self.columns.get_mut(name.as_str()) {
-            column.resize(self.steps.len() - 1, f64::NAN);
-            column.push(figure);
+        if let Some(figure) = figure {
+            self.put(name, figure);
         }
     }
 
-    pub(super) fn steps(&self) -> usize {
-        self.steps.len()
+    /// A figure of the newest row.
+    fn put(&mut self, name: &str, figure: f64) {
+        let is_new = !self.columns.contains_key(name);
+        if is_new && self.columns.len() < COLUMNS_MAX && name.len() <= NAME_BYTES_MAX {
+            self.columns.insert(name.to_owned(), Vec::new());
+        }
+        if let Some(column) = self.columns.get_mut(name) {
+            column.resize(self.steps.len() - 1, f64::NAN);
+            column.push(figure);
+        }
     }
 
     /// The last figure of this name.
@@ -253,8 +281,9 @@ impl Table {
         self.columns.get(name).map_or(&[], Vec::as_slice)
     }
 
+    /// The last step, also where its figures are not held.
     pub(in crate::cli) fn last_step(&self) -> Option<u64> {
-        self.steps.last().copied()
+        self.last
     }
 
     /// What engines' places had done behind the last row, and so many rows before it, where the same process counted.
@@ -307,6 +336,11 @@ pub(in crate::cli) struct Facts {
     of: Option<u64>,
     /// Those that have begun since then and last.
     alerts: BTreeMap<String, Alert>,
+    #[serde(skip)]
+    starts: Starts,
+    /// When the last thing happened.
+    #[serde(skip)]
+    last_ms: u64,
 }
 
 /// Something that spoils the run, and what to do.
@@ -351,6 +385,7 @@ struct Fact {
     alert: Option<String>,
     begins: Option<bool>,
     text: Option<String>,
+    what: Option<String>,
 }
 
 impl Facts {
@@ -381,6 +416,12 @@ impl Facts {
     }
 
     fn note(&mut self, fact: &Fact) {
+        if self.starts.see(&fact.event, fact.what.as_deref()) {
+            // Those that this process has are told of behind.
+            let last = self.last_ms;
+            self.engines.values_mut().for_each(|engine| engine.leave(last));
+        }
+        self.last_ms = self.last_ms.max(fact.at_ms);
         if fact.event == "begin" {
             self.of = fact.of;
             self.alerts.clear();
@@ -394,6 +435,10 @@ impl Facts {
             self.engines.entry(url.clone()).or_default().note(fact);
         }
         if let Some(number) = fact.version {
+            if fact.event == "published" {
+                // Numbers grow. What has higher ones is of a run that was in this directory before.
+                self.versions.split_off(&number);
+            }
             let version = self.versions.entry(number).or_default();
             match fact.event.as_str() {
                 "published" => (version.step, version.published_at_ms) = (fact.step, Some(fact.at_ms)),
@@ -417,8 +462,15 @@ impl Facts {
         }
     }
 
-    pub(super) fn json(&self) -> Result<String> {
-        json(self)
+    /// With the hosts that figures tell of.
+    pub(super) fn json(&self, table: &Table) -> Result<String> {
+        #[derive(Serialize)]
+        struct Fleet<'a> {
+            #[serde(flatten)]
+            facts: &'a Facts,
+            hosts: &'a BTreeMap<String, Value>,
+        }
+        json(&Fleet { facts: self, hosts: &table.hosts })
     }
 
     /// What spoils the run now, the engines that are lost with it.
@@ -454,7 +506,19 @@ impl Engine {
         let Some(phase) = &fact.phase else { return };
         self.why = fact.why.clone().unwrap_or_default();
         self.lost += u64::from(phase == "lost");
-        self.phases.push_back((fact.at_ms, phase.clone()));
+        self.come_to(fact.at_ms, phase.clone());
+    }
+
+    /// The process that told of it ended.
+    fn leave(&mut self, at_ms: u64) {
+        if self.phases.back().is_some_and(|(_, phase)| phase != "gone") {
+            self.why = String::new();
+            self.come_to(at_ms, "gone".to_owned());
+        }
+    }
+
+    fn come_to(&mut self, at_ms: u64, phase: String) {
+        self.phases.push_back((at_ms, phase));
         if self.phases.len() > PHASES_MAX {
             self.phases.pop_front();
         }
@@ -508,4 +572,25 @@ impl Taken {
 
 pub(super) fn json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string(value).map_err(|source| Error::Json { what: "an answer".to_owned(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thinned_table_counts_the_steps_that_it_does_not_hold() {
+        let mut table = Table { stride: 2, ..Table::default() };
+        let mut take = |steps: &[u64]| {
+            for step in steps {
+                let line = format!("{{\"rollout_id\":{step},\"tokens\":10}}");
+                assert!(table.take(Came::Line(line.as_bytes(), 0)));
+            }
+            (table.last_step(), table.steps.clone(), table.column(TOKENS_DONE).to_vec())
+        };
+        assert_eq!(take(&[0, 1, 2, 3]), (Some(3), vec![0, 2], vec![10.0, 30.0]));
+        // Done again, from a step that is not held.
+        assert_eq!(take(&[3, 4, 5]), (Some(5), vec![0, 2, 4], vec![10.0, 30.0, 50.0]));
+        assert_eq!(take(&[2]), (Some(2), vec![0, 2], vec![10.0, 20.0]), "all of step 1 but its tokens");
+    }
 }

@@ -1,13 +1,15 @@
 //! The answers of a run, out of its log: lists of a step's, and one of them token by token.
 
 use super::mismatch::{self, Mismatches, Worst};
+use super::outlines::{self, cause, outline};
 use super::read::{Taken, json};
 use crate::cli::log::show::{groups, ids};
 use crate::cli::log::texts::{Texts, log_in};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::timeline::is_answer;
+use driftless::buffer::query::Outline;
 use driftless::buffer::sample::{Scalars, Verdict};
-use driftless::buffer::{Kind, Position, Reader, Record};
+use driftless::buffer::{Finish, Kind, Position, Reader, Record};
 use driftless::trainer::data::Tokenizer;
 use driftless::trainer::rollout::{EvaluationNote, PromptNote};
 use serde::{Deserialize, Serialize};
@@ -46,6 +48,10 @@ pub(super) struct Ask {
     pub(super) length_max: Option<usize>,
     pub(super) mismatch_min: Option<f32>,
     pub(super) finish: Option<String>,
+    /// Answers that this version drew, or that one before and one behind it did.
+    pub(super) version: Option<u64>,
+    /// Of those that were left out: why.
+    pub(super) failure: Option<String>,
     pub(super) position: u64,
 }
 
@@ -61,6 +67,8 @@ pub(super) enum Which {
     Evaluation,
     /// Those of any step on which learner and engines disagree most.
     Mismatched,
+    /// Those of all steps but of evaluations, learned from or not.
+    All,
 }
 
 #[derive(Debug, Default, Clone, Copy, Deserialize)]
@@ -91,6 +99,8 @@ struct Row {
     engine: String,
     /// From when it was asked for to its last token.
     seconds: Option<f64>,
+    /// The step that it was generated for.
+    seat: u64,
     /// The step that learned from it, and the furthest that learner and engine are apart then, in nats.
     learned: Option<u64>,
     mismatch: Option<f32>,
@@ -109,6 +119,10 @@ struct List {
     total: usize,
     from: usize,
     rows: Vec<Row>,
+    /// Of all steps: the answers that were looked at. Only the first ones are listed.
+    looked: Option<usize>,
+    /// Groups that no step learns from, by why.
+    causes: BTreeMap<String, usize>,
     /// Whether more of the log would have to be read than was.
     cut: bool,
     /// Why mismatches are missing.
@@ -195,37 +209,21 @@ impl Samples {
             let rollouts = reader.rollouts();
             Some((*rollouts.first()?, *rollouts.last()?))
         });
+        ask.check()?;
         let step = ask.step.or(steps.map(|(_, last)| last)).unwrap_or_default();
-        let numbers = taken.of(step);
-        let (mut records, groups, found, cut) = match ask.kind {
-            Which::Learned => {
-                let found = match numbers {
-                    Some(numbers) => groups(&reader, numbers)?,
-                    None => reader.groups(step, 1),
-                };
-                let (told, held) = (numbers.map_or(found.len(), <[u64]>::len), found.len());
-                (found.into_iter().flat_map(|group| group.records).collect(), told, held, false)
-            }
-            Which::LeftOut => {
-                let is_left_out = |record: &Record| {
-                    let scalars = record.scalars();
-                    !scalars.evaluation && note(&reader, record).dropped.is_some()
-                };
-                apart(&reader, step, is_left_out)
-            }
-            Which::Evaluation => apart(&reader, step, |record| record.scalars().evaluation),
-            Which::Mismatched => (Vec::new(), 0, 0, false),
-        };
         let (known, untold) = self.mismatches(&reader, ask.kind, step)?;
-        if ask.kind == Which::Mismatched {
-            records = known.keys().filter_map(|position| reader.get(*position).ok().flatten()).collect();
-        }
-        records.retain(|record| ask.is_wanted(record, &known));
+        let Picked { mut records, groups, found, total, looked, causes, cut } =
+            pick(&reader, ask, step, taken.of(step), &known)?;
+        let is_near = |record: &Record| {
+            let mismatch = known.get(&record.position());
+            ask.mismatch_min.is_none_or(|least| mismatch.is_some_and(|found| found.nats >= least))
+        };
+        records.retain(|record| ask.is_wanted(&outline(record)) && is_near(record));
         ask.sort(&mut records, &known);
-        let (total, from) = (records.len(), ask.from.min(records.len()));
+        let (total, from) = (total.unwrap_or(records.len()), ask.from.min(records.len()));
         let shown = records.iter().skip(from).take(ROWS_MAX);
         let rows = shown.map(|record| row(record, ask.kind, &reader, &known)).collect();
-        json(&List { step, steps, groups, found, total, from, rows, cut, untold })
+        json(&List { step, steps, groups, found, total, from, rows, looked, causes, cut, untold })
     }
 
     /// The mismatches that a list shows, and why some are missing.
@@ -236,7 +234,7 @@ impl Samples {
         step: u64,
     ) -> Result<(Mismatches, Option<String>)> {
         match kind {
-            Which::LeftOut | Which::Evaluation => Ok((Mismatches::new(), None)),
+            Which::LeftOut | Which::Evaluation | Which::All => Ok((Mismatches::new(), None)),
             Which::Mismatched => {
                 let (largest, untold) = self.worst.look(reader)?;
                 Ok((largest.clone(), untold))
@@ -306,17 +304,29 @@ impl Samples {
 }
 
 impl Ask {
-    fn is_wanted(&self, record: &Record, known: &Mismatches) -> bool {
-        let mismatch = known.get(&record.position());
-        let (reward, tokens) = (record.scalars().reward, record.response().len());
-        let is_scored = record.is_scored() || (self.reward_min.is_none() && self.reward_max.is_none());
-        is_scored
-            && self.reward_min.is_none_or(|least| reward >= least)
-            && self.reward_max.is_none_or(|most| reward <= most)
-            && self.length_min.is_none_or(|least| tokens >= least)
-            && self.length_max.is_none_or(|most| tokens <= most)
-            && self.mismatch_min.is_none_or(|least| mismatch.is_some_and(|found| found.nats >= least))
-            && self.finish.as_ref().is_none_or(|wanted| wanted.is_empty() || *wanted == finish(record))
+    /// Refuses what is not known of the answers that are asked for.
+    fn check(&self) -> Result<()> {
+        match (self.kind, &self.failure, self.mismatch_min) {
+            (Which::All, _, Some(least)) => {
+                let expected = "none with `kind` `all`: `mismatched` has the largest of all steps";
+                Err(Error::usage("mismatch_min", expected, least))
+            }
+            (Which::LeftOut, ..) | (_, None, _) => Ok(()),
+            (_, Some(failure), _) => Err(Error::usage("failure", "none but with `kind` `left_out`", failure)),
+        }
+    }
+
+    pub(super) fn is_wanted(&self, answer: &Outline) -> bool {
+        let is_within = |version| {
+            let (oldest, newest) = answer.versions?;
+            Some(oldest <= version && version <= newest)
+        };
+        self.reward_min.is_none_or(|least| answer.reward.is_some_and(|reward| reward >= least))
+            && self.reward_max.is_none_or(|most| answer.reward.is_some_and(|reward| reward <= most))
+            && self.length_min.is_none_or(|least| answer.tokens >= least)
+            && self.length_max.is_none_or(|most| answer.tokens <= most)
+            && self.version.is_none_or(|version| is_within(version).unwrap_or(false))
+            && self.finish.as_ref().is_none_or(|wanted| wanted.is_empty() || *wanted == finish(answer.finish))
     }
 
     fn sort(&self, records: &mut [Record], known: &Mismatches) {
@@ -332,8 +342,8 @@ impl Ask {
     }
 }
 
-fn finish(record: &Record) -> String {
-    format!("{:?}", record.finish()).to_lowercase()
+fn finish(finish: Finish) -> String {
+    format!("{finish:?}").to_lowercase()
 }
 
 /// What the log says of the prompt of an answer; nothing where that is damaged.
@@ -364,11 +374,12 @@ fn row(record: &Record, kind: Which, reader: &Reader, known: &Mismatches) -> Row
         part,
         reward: record.is_scored().then_some(reward),
         raw_reward: record.rewards().first().copied().filter(|raw| *raw != reward),
-        finish: finish(record),
+        finish: finish(record.finish()),
         masked: record.verdict() == Verdict::Masked,
         tokens: record.response().len(),
         versions: record.versions(),
         engine: record.engine().to_owned(),
+        seat: record.scalars().rollout_id,
         learned: mismatch.map(|mismatch| mismatch.step),
         mismatch: mismatch.map(|mismatch| mismatch.nats),
         seconds: record.times().first().zip(record.times().last()).and_then(|(from, to)| seconds(*from, *to)),
@@ -376,11 +387,79 @@ fn row(record: &Record, kind: Which, reader: &Reader, known: &Mismatches) -> Row
     }
 }
 
+/// What a list has, before it is filtered.
+#[derive(Default)]
+struct Picked {
+    records: Vec<Record>,
+    groups: usize,
+    found: usize,
+    /// Answers of all steps that the filter leaves, of which the first are here, and those that were looked at.
+    total: Option<usize>,
+    looked: Option<usize>,
+    causes: BTreeMap<String, usize>,
+    cut: bool,
+}
+
+/// The answers of the kind that is asked for. `numbers` are the groups that the step took.
+fn pick(
+    reader: &Reader,
+    ask: &Ask,
+    step: u64,
+    numbers: Option<&[u64]>,
+    known: &Mismatches,
+) -> Result<Picked> {
+    Ok(match ask.kind {
+        Which::Learned => {
+            let groups = match numbers {
+                Some(numbers) => groups(reader, numbers)?,
+                None => reader.groups(step, 1),
+            };
+            let (told, found) = (numbers.map_or(groups.len(), <[u64]>::len), groups.len());
+            let records = groups.into_iter().flat_map(|group| group.records).collect();
+            Picked { records, groups: told, found, ..Picked::default() }
+        }
+        Which::LeftOut => left_out(reader, step, ask.failure.as_deref()),
+        Which::Evaluation => {
+            let is_evaluated = |record: &Record| record.kind() == Kind::Sample && record.scalars().evaluation;
+            let (records, .., cut) = apart(reader, step, is_evaluated);
+            Picked { records, cut, ..Picked::default() }
+        }
+        Which::Mismatched => {
+            let records = known.keys().filter_map(|position| reader.get(*position).ok().flatten());
+            Picked { records: records.collect(), ..Picked::default() }
+        }
+        Which::All => {
+            let outlines::Found { records, total, looked } = outlines::find(reader, ask);
+            Picked { records, total: Some(total), looked: Some(looked), ..Picked::default() }
+        }
+    })
+}
+
+/// Answers of a step that none learns from, for this reason or any, and all groups of which that is so.
+fn left_out(reader: &Reader, step: u64, failure: Option<&str>) -> Picked {
+    let mut causes = BTreeMap::new();
+    let is_wanted = |record: &Record| {
+        let (scalars, kind) = (record.scalars(), record.kind());
+        let cause = match kind {
+            Kind::Prompt => cause(&PromptNote::of(record)),
+            Kind::Sample if !scalars.evaluation => cause(&note(reader, record)),
+            _ => None,
+        };
+        let Some(cause) = cause else { return false };
+        let is_wanted =
+            kind == Kind::Sample && failure.is_none_or(|wanted| wanted.is_empty() || *wanted == cause);
+        causes.insert(if kind == Kind::Prompt { scalars.sample_id } else { scalars.group_id }, cause);
+        is_wanted
+    };
+    let (records, .., cut) = apart(reader, step, is_wanted);
+    Picked { records, causes: outlines::count(causes.into_values()), cut, ..Picked::default() }
+}
+
 /// Answers of a step, those in no group too. The log is read where those of the step that are in one lie, or its end.
 fn apart(
     reader: &Reader,
     step: u64,
-    is_wanted: impl Fn(&Record) -> bool,
+    mut is_wanted: impl FnMut(&Record) -> bool,
 ) -> (Vec<Record>, usize, usize, bool) {
     let beside = SCANNED_MAX as u64 / 4;
     let groups = reader.groups(step, 1);
@@ -398,7 +477,7 @@ fn apart(
             break;
         }
         let Scalars { rollout_id, .. } = *record.scalars();
-        if record.kind() == Kind::Sample && rollout_id == step && is_wanted(&record) {
+        if rollout_id == step && is_wanted(&record) {
             found.push(record);
         }
     }

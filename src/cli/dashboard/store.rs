@@ -6,7 +6,9 @@ use crate::cli::shared::output::without_secrets;
 use crate::cli::shared::run::{Link, leases_json};
 use crate::cli::shared::store;
 use driftless::store::redact;
-use driftless::transport::gc::{Collection, GcOptions, Lease, Removed, collect_at, leases_at};
+use driftless::transport::gc::{
+    Ack, Collection, EngineStatus, GcOptions, Lease, Removed, collect_at, leases_at,
+};
 use driftless::transport::{Run, RunId, Version};
 use serde::Serialize;
 use serde_json::Value;
@@ -24,6 +26,8 @@ const PAUSE_OF_LOOKS: u32 = 10;
 const VERSIONS_MAX: usize = 64;
 const REMOVED_MAX: usize = 200;
 const LEASES_MAX: usize = 200;
+/// Engines of a host.
+const ENGINES_MAX: usize = 64;
 
 /// Where a run publishes.
 #[derive(Debug, Clone, PartialEq)]
@@ -98,6 +102,8 @@ struct Found {
     /// The newest of them, first.
     newest: Vec<Held>,
     leases: Vec<Value>,
+    /// Followers that have said what they have.
+    hosts: Vec<Host>,
     gc: Option<Gc>,
     /// Why it cannot be said what `gc` would do.
     gc_fails: Option<String>,
@@ -108,6 +114,38 @@ struct Held {
     #[serde(flatten)]
     link: Link,
     created_ms: u64,
+}
+
+/// A host, as its follower last wrote it beside its lease.
+#[derive(Clone, Serialize)]
+struct Host {
+    host: String,
+    /// How long ago that was, and whether the lease still counts.
+    age_seconds: Option<f64>,
+    live: bool,
+    version: u64,
+    /// The label that engines have of it.
+    label: String,
+    prepare_ms: f64,
+    /// With how each came by its weights, and why.
+    engines: Vec<EngineStatus>,
+}
+
+impl Host {
+    fn of(lease: &Lease) -> Option<Host> {
+        let Ok(Some(Ack { version, label, prepare_ms, engines, .. })) = lease.ack.clone() else {
+            return None;
+        };
+        Some(Host {
+            host: lease.follower.clone(),
+            age_seconds: lease.age.map(|age| age.as_secs_f64()),
+            live: lease.live,
+            version: version.0,
+            label,
+            prepare_ms,
+            engines: engines.into_iter().take(ENGINES_MAX).collect(),
+        })
+    }
 }
 
 /// What `gc` would do.
@@ -203,6 +241,7 @@ fn look_into(place: &Place, before: Option<&Found>) -> Result<Found> {
         versions: 0,
         newest: Vec::new(),
         leases: Vec::new(),
+        hosts: Vec::new(),
         gc: None,
         gc_fails: None,
     };
@@ -228,7 +267,8 @@ fn look_into(place: &Place, before: Option<&Found>) -> Result<Found> {
             leases_at(&run, &options, Some(now))?
         }
     };
-    found.leases = leases_json(&leases[..leases.len().min(LEASES_MAX)]);
+    let leases = &leases[..leases.len().min(LEASES_MAX)];
+    (found.leases, found.hosts) = (leases_json(leases), leases.iter().filter_map(Host::of).collect());
     Ok(found)
 }
 

@@ -17,6 +17,10 @@ pub(crate) fn remedy(alert: &str) -> &'static str {
         "truncation" => {
             "read the answers (`driftless log show RUN --worst`); raise --rollout-max-response-len if they are sound"
         }
+        "at_bound" => {
+            "engines are ahead of the learner for good: lower --max-staleness, which makes tokens younger and costs no time, or \
+             give the learner more devices"
+        }
         "too_old" => "raise --max-staleness, or lower --rollout-max-response-len",
         "failures" => "`driftless log show RUN --left-out` says why each was",
         _ => "",

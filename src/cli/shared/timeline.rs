@@ -1,6 +1,7 @@
 //! When everything in a run happened, by its files: what `trace` writes and the page draws.
 
 use driftless::buffer::{Kind as Of, Record};
+use driftless::trainer::events::LEARNER_STARTS;
 use driftless::trainer::metrics::{PublicationMetrics, StepMetrics};
 use driftless::transport::gc::Phases;
 use serde_json::{Map, Value, json};
@@ -74,6 +75,34 @@ pub(crate) struct Timeline {
     waiting: Option<(Value, Micros)>,
     /// When the last thing happened.
     last: Micros,
+    starts: Starts,
+}
+
+/// Which lines of `events.jsonl` are the first ones of another process of the run.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Starts {
+    /// The learner was lost, and is started again by the same process.
+    is_same: bool,
+    /// Rollouts are a process of their own, and have the engines.
+    are_apart: bool,
+}
+
+impl Starts {
+    /// Whether the run begins anew, or goes on, with this event: of engines that the process before had, nothing is known.
+    pub(crate) fn see(&mut self, event: &str, what: Option<&str>) -> bool {
+        match event {
+            "learner_lost" => self.is_same = true,
+            "rollouts" => {
+                self.are_apart = true;
+                return true;
+            }
+            "waiting" if what == Some(LEARNER_STARTS) => {
+                return !std::mem::take(&mut self.is_same) && !self.are_apart;
+            }
+            _ => {}
+        }
+        false
+    }
 }
 
 impl Timeline {
@@ -132,8 +161,13 @@ impl Timeline {
             return None;
         };
         let at = at.saturating_mul(1000);
+        let mut bars = Vec::new();
+        if self.starts.see(&event, fields.get("what").and_then(Value::as_str)) {
+            bars.extend(self.clone().end());
+            (self.phases, self.waiting) = (BTreeMap::new(), None);
+        }
         self.last = self.last.max(at);
-        let mut bars: Vec<Bar> = self.waited(at).into_iter().collect();
+        bars.extend(self.waited(at));
         let url = fields.get("url").and_then(Value::as_str).map(str::to_owned);
         let phase = fields.get("phase").and_then(Value::as_str).map(str::to_owned);
         match (&event[..], url, phase) {

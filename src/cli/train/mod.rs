@@ -354,7 +354,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     let outcome = outcome?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
     let page = save.join(PAGE);
-    dashboard::export(std::slice::from_ref(&save), &page)?;
+    dashboard::export(std::slice::from_ref(&save), &page, None)?;
     output.print(&summary, Summary::table)?;
     if !output.json {
         line_out(&format!("report: {}", page.display()))?;
@@ -442,7 +442,12 @@ impl RolloutArgs {
     }
 
     /// Refuses addresses of engines that cannot be called: the learner would load the policy first.
-    fn check(&self) -> Result<()> {
+    fn check(&self, engines_min: usize) -> Result<()> {
+        let engines = self.rollout_external_engine_addrs.len();
+        if self.debug() != Debug::TrainOnly && engines_min > engines && !self.may_grow() && engines > 0 {
+            let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
+            return Err(Error::usage("--engines-min", expected, engines_min));
+        }
         if let Some(path) = &self.rollout_external_engines_file {
             paths::check_file("--rollout-external-engines-file", path)?;
         } else if self.debug() != Debug::TrainOnly
@@ -475,14 +480,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let store = update.store_or_memory(debug)?;
     let part = if args.rollouts.is_some() { Part::Trainer } else { Part::Whole };
     if part == Part::Whole {
-        rollout.check()?;
+        rollout.check(update.engines_min)?;
     }
-    let (engines, listen) = (rollout.rollout_external_engine_addrs.len(), rollout.listen()?);
-    let has_engines = part == Part::Whole && debug != Debug::TrainOnly;
-    if has_engines && update.engines_min > engines && !rollout.may_grow() {
-        let expected = format!("at most {engines}, the number of --rollout-external-engine-addrs");
-        return Err(Error::usage("--engines-min", expected, update.engines_min));
-    }
+    let listen = rollout.listen()?;
     if args.learner.is_some() && update.check_weight_update_equal {
         let expected = "no --learner: its bytes are not here; followers compare what is live anyway";
         return Err(Error::usage("--check-weight-update-equal", expected, "both"));

@@ -68,16 +68,10 @@ impl Show {
         }
         self.tell(None);
         match event {
-            Event::Begin { step, of } => {
-                self.progress(*step);
-                self.line(&match step {
-                    0 => format!("begins: {of} steps"),
-                    _ => format!("going on at step {step} of {of}"),
-                });
-            }
+            Event::Begin { step: 0, of } => self.begin(0, &format!("begins: {of} steps")),
+            Event::Begin { step, of } => self.begin(*step, &format!("going on at step {step} of {of}")),
             Event::Rollouts { step, of } => {
-                self.progress(*step);
-                self.line(&format!("generates for the trainer, which has done {step} steps of {of}"));
+                self.begin(*step, &format!("generates for the trainer, which has done {step} steps of {of}"));
             }
             Event::Engine { url, gets } => self.line(&format!("engine {url}, seen from here: {gets}")),
             Event::Listening { addr } => self.line(&format!("engines can be changed at http://{addr}")),
@@ -116,6 +110,11 @@ impl Show {
             }
             _ => {}
         }
+    }
+
+    fn begin(&self, done: u64, line: &str) {
+        self.progress(done);
+        self.line(line);
     }
 
     fn progress(&self, done: u64) {

@@ -201,6 +201,9 @@ fn named(path: &[String]) -> Option<(String, f64, Labels)> {
     match path[..] {
         [name] => bare(name),
         ["rewards", file] => Some(("rewards".to_owned(), 1.0, vec![("file", file.to_owned())])),
+        ["log_prob_diff_by_engine", url] => {
+            Some(("log_prob_diff_by_engine".to_owned(), 1.0, vec![("engine", url.to_owned())]))
+        }
         ["answers_failed", outcome] => {
             Some(("answers_failed".to_owned(), 1.0, vec![("outcome", outcome.to_owned())]))
         }
@@ -251,6 +254,9 @@ mod tests {
             rollout_id: 4,
             completed_at_ms: 1500,
             reward: 0.5,
+            reward_learned: Some(0.25),
+            log_prob_diff_by_engine: [("http://a:1".to_owned(), 0.125)].into(),
+            max_staleness: Some(2),
             pass: Some(1.0),
             rewards: [("a\\b\n".to_owned(), 2.0)].into(),
             answers_failed: [(Failure::Environment, 3)].into(),
@@ -302,6 +308,8 @@ mod tests {
             "train_seconds 2.5",
             "rewards{file=\"a\\\\b\\n\"} 2",
             "answers_failed{outcome=\"environment\"} 3",
+            "log_prob_diff_by_engine{engine=\"http://a:1\"} 0.125",
+            "reward_learned 0.25",
             "eval_pass_1{set=\"held-out\"} 0.25",
             "place_seconds_total{doing=\"trained\",why=\"\"} 2.5",
             "place_seconds_total{doing=\"idle\",why=\"no request\"} 1.5",

@@ -23,6 +23,8 @@ pub enum Alert {
     Truncation,
     /// Many tokens are older than the run may train on.
     TooOld,
+    /// Tokens are about as old as the run may train on, where that is more than one step.
+    AtBound,
     /// Many groups are left out because an answer, or a reward, failed.
     Failures,
 }
@@ -36,12 +38,13 @@ struct Figure {
 
 impl Alert {
     /// All of them.
-    pub const ALL: [Alert; 6] = [
+    pub const ALL: [Alert; 7] = [
         Alert::Mismatch,
         Alert::EntropyCollapse,
         Alert::ZeroVariance,
         Alert::Truncation,
         Alert::TooOld,
+        Alert::AtBound,
         Alert::Failures,
     ];
 
@@ -54,11 +57,13 @@ impl Alert {
             Self::ZeroVariance => "zero_variance",
             Self::Truncation => "truncation",
             Self::TooOld => "too_old",
+            Self::AtBound => "at_bound",
             Self::Failures => "failures",
         }
     }
 
-    /// What is looked at. That of [`Alert::EntropyCollapse`] is compared with the run's beginning first.
+    /// What is looked at. That of [`Alert::EntropyCollapse`] is compared with the run's beginning first, and that of
+    /// [`Alert::Mismatch`] with the engine of the largest.
     fn figure(self) -> Figure {
         let share = |of, begins_at| Figure { of, begins_at };
         match self {
@@ -67,16 +72,17 @@ impl Alert {
             Self::ZeroVariance => share(|step| ratio(step.groups_zero_std, step.groups), 0.8),
             Self::Truncation => share(|step| step.truncated, 0.3),
             Self::TooOld => share(|step| ratio(step.tokens_too_old, step.response_tokens), 0.2),
+            Self::AtBound => share(at_bound, 0.9),
             Self::Failures => share(|step| ratio(step.groups_failed, step.groups + step.groups_failed), 0.1),
         }
     }
 
-    /// What the mean of the figure says, in words.
-    fn text(self, mean: f64) -> String {
+    /// What the mean of the figure says, in words; `engines` are those that it is of.
+    fn text(self, mean: f64, engines: &str) -> String {
         let percent = 100.0 * mean;
         match self {
             Self::Mismatch => {
-                format!("log-probs of engines and learner differ by {mean:.3} nats in the mean")
+                format!("log-probs of {engines} and learner differ by {mean:.3} nats in the mean")
             }
             Self::EntropyCollapse => {
                 format!("the policy's entropy is {percent:.0} % below that of the first steps")
@@ -84,6 +90,7 @@ impl Alert {
             Self::ZeroVariance => format!("{percent:.0} % of the groups have one reward throughout"),
             Self::Truncation => format!("{percent:.0} % of the answers are cut off at the token limit"),
             Self::TooOld => format!("{percent:.0} % of the tokens are too old to be trained on"),
+            Self::AtBound => format!("tokens are {percent:.0} % as old as they may be"),
             Self::Failures => {
                 format!("{percent:.0} % of the groups are left out, as an answer or its reward failed")
             }
@@ -93,6 +100,11 @@ impl Alert {
 
 fn ratio(part: u64, of: u64) -> f64 {
     part as f64 / of.max(1) as f64
+}
+
+/// How old the tokens are, as a share of what they may be. Those of a run that is one step behind always are.
+fn at_bound(step: &StepMetrics) -> f64 {
+    step.max_staleness.filter(|most| *most > 1).map_or(0.0, |most| step.staleness_mean / most as f64)
 }
 
 /// An alert that begins or ends.
@@ -146,18 +158,33 @@ impl Alerts {
     fn look(&mut self, alert: Alert) -> Option<Change> {
         let Figure { of, begins_at } = alert.figure();
         let mean = self.last.iter().map(of).sum::<f64>() / self.last.len() as f64;
-        let mean = if alert == Alert::EntropyCollapse { self.lost_entropy(mean) } else { mean };
+        let (mean, engines) = match alert {
+            Alert::EntropyCollapse => (self.lost_entropy(mean), ""),
+            Alert::Mismatch => self.worst_engine(mean),
+            _ => (mean, ""),
+        };
         let was = self.raised.contains(&alert);
         let is = mean >= if was { ENDS_AT * begins_at } else { begins_at };
         if is == was {
             return None;
         }
+        let text = alert.text(mean, engines);
         if is {
             self.raised.insert(alert)
         } else {
             self.raised.remove(&alert)
         };
-        Some(Change { alert, begins: is, text: alert.text(mean) })
+        Some(Change { alert, begins: is, text })
+    }
+
+    /// The largest mean difference of an engine that all steps tell of, or the mean of all engines.
+    fn worst_engine(&self, mean: f64) -> (f64, &str) {
+        let engines = self.last.iter().take(1).flat_map(|first| first.log_prob_diff_by_engine.keys());
+        let means = engines.filter_map(|engine| {
+            let all = self.last.iter().map(|step| step.log_prob_diff_by_engine.get(engine).copied());
+            Some((all.sum::<Option<f64>>()? / self.last.len() as f64, engine.as_str()))
+        });
+        means.fold((mean, "engines"), |worst, other| if other.0 > worst.0 { other } else { worst })
     }
 
     /// How much of the first steps' entropy is gone; 0 where no learner tells it.
@@ -188,17 +215,24 @@ mod tests {
     fn sound() -> StepMetrics {
         let mut step = StepMetrics { groups: 10, response_tokens: 1000, ..StepMetrics::default() };
         step.stats.entropy = 1.0;
+        (step.max_staleness, step.staleness_mean) = (Some(4), 1.0);
+        step.log_prob_diff_by_engine =
+            [("http://a", 0.01), ("http://b", 0.02)].map(|(url, apart)| (url.to_owned(), apart)).into();
         step
     }
 
     #[test]
     fn alert_begins_and_ends_with_the_mean_of_some_steps() {
-        let bad: [(Alert, Spoil); 6] = [
+        let bad: [(Alert, Spoil); 8] = [
             (Alert::Mismatch, |step| step.stats.log_prob_diff_mean = 0.2),
+            (Alert::Mismatch, |step| {
+                step.log_prob_diff_by_engine.insert("http://b".to_owned(), 0.2);
+            }),
             (Alert::EntropyCollapse, |step| step.stats.entropy = 0.01),
             (Alert::ZeroVariance, |step| step.groups_zero_std = 9),
             (Alert::Truncation, |step| step.truncated = 0.5),
             (Alert::TooOld, |step| step.tokens_too_old = 300),
+            (Alert::AtBound, |step| step.staleness_mean = 3.8),
             (Alert::Failures, |step| step.groups_failed = 5),
         ];
         for (alert, spoil) in bad {
@@ -221,6 +255,26 @@ mod tests {
     fn nothing_is_said_of_a_sound_run_or_of_what_is_not_measured() {
         assert_eq!(changes((0..50).map(|_| sound())), []);
         assert_eq!(changes((0..50).map(|_| StepMetrics::default())), []);
+    }
+
+    #[test]
+    fn engine_that_differs_is_named_and_one_step_of_one_is_none() {
+        let off = |rollout_id, url: &str| {
+            let mut step = StepMetrics { rollout_id, ..sound() };
+            step.stats.log_prob_diff_mean = 0.03;
+            step.log_prob_diff_by_engine.insert(url.to_owned(), 0.25);
+            step
+        };
+        let mut alerts = Alerts::default();
+        let told: Vec<_> = (0..5).flat_map(|step| alerts.see(&off(step, "http://b"))).collect();
+        let [Change { alert: Alert::Mismatch, begins: true, text }] = &told[..] else { panic!("{told:?}") };
+        assert_eq!(text, "log-probs of http://b and learner differ by 0.250 nats in the mean");
+        // Each step has an engine of its own, and so no engine is in all five.
+        let others = |step: u64| off(step, &format!("http://{step}"));
+        assert_eq!(changes((0..20).map(others)), []);
+        // One step behind is as old as one may be, and as young as one can be.
+        let behind = |_| StepMetrics { max_staleness: Some(1), ..sound() };
+        assert_eq!(changes((0..20).map(behind)), []);
     }
 
     #[test]

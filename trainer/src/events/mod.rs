@@ -19,6 +19,9 @@ pub use alerts::{Alert, Alerts, Change};
 pub use bus::{Bus, Sink};
 pub use file::{EARLIER, EVENTS, EventFile};
 
+/// What a [`Event::Waiting`] waits for where a process of the run begins, and where its learner was lost.
+pub const LEARNER_STARTS: &str = "the learner to start";
+
 /// Is told what the loop is doing; called from several threads, which wait for it.
 pub type Observer = Arc<dyn Fn(Fact) + Send + Sync>;
 

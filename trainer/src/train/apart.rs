@@ -11,15 +11,16 @@ use driftless_transport::{Run, RunId};
 
 use super::halves::{Did, Generated, LOOK_EVERY, Newest, Rolled, ToRollouts, ToTrainer, Trained};
 use super::record::RunRecord;
-use super::session::{LOG, Session};
+use super::session::{LOG, Session, open_run};
 use super::take::{ALL_TOO_OLD, generated};
+use super::update::Updates;
 use super::{LOOK_AFTER, TrainOptions, update};
 use crate::error::{Error, Result};
 use crate::events::{Event, Fact, Observer};
 use crate::learner::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use crate::metrics::StepMetrics;
 use crate::options::Part;
-use crate::rollout::{self, PromptNote};
+use crate::rollout::{self, PromptNote, open_log};
 
 /// The log of the run.
 #[derive(Debug)]
@@ -82,6 +83,35 @@ impl Learner for Elsewhere {
     }
 }
 
+/// A run, its log, and the way to its other half, where that is another process.
+pub(super) struct Halves {
+    pub(super) record: RunRecord,
+    pub(super) updates: Option<Updates>,
+    pub(super) run_id: RunId,
+    pub(super) log: RunLog,
+    pub(super) to_rollouts: Option<ToRollouts>,
+    pub(super) to_trainer: Option<ToTrainer>,
+}
+
+impl Halves {
+    pub(super) fn open(options: &TrainOptions, learner_publishes: bool, observer: &Observer) -> Result<Self> {
+        let is = |part| options.part == part;
+        let to_rollouts = is(Part::Trainer).then(|| to_rollouts(options, observer)).transpose()?;
+        let to_trainer = is(Part::Rollouts).then(|| ToTrainer::open(options)).transpose()?;
+        let (record, updates) = match &to_trainer {
+            Some(trainer) => (run_of(options, observer, trainer)?, None),
+            None => open_run(options, learner_publishes)?,
+        };
+        let run_id = record.run_id.unwrap_or_else(RunId::random);
+        // It is locked before anything of the run is changed.
+        let log = match &to_rollouts {
+            Some(rollouts) => log_of(options, observer, run_id, rollouts)?,
+            None => RunLog::Own(open_log(&options.save.join(LOG), &options.hf_checkpoint, run_id)?),
+        };
+        Ok(Halves { record, updates, run_id, log, to_rollouts, to_trainer })
+    }
+}
+
 /// Looks until there is something, for as long as an update may take, and tells what is waited for.
 fn wait_for<T>(
     options: &TrainOptions,
@@ -102,7 +132,7 @@ fn wait_for<T>(
 }
 
 /// Keeps the trainer's file, once rollouts with the same settings run.
-pub(super) fn to_rollouts(options: &TrainOptions, observer: &Observer) -> Result<ToRollouts> {
+fn to_rollouts(options: &TrainOptions, observer: &Observer) -> Result<ToRollouts> {
     let mut rollouts = ToRollouts::open(options)?;
     let what = "the rollouts of this run, a process of their own";
     match wait_for(options, observer, what, || Ok(rollouts.have_begun()?.then_some(())))? {
@@ -112,7 +142,7 @@ pub(super) fn to_rollouts(options: &TrainOptions, observer: &Observer) -> Result
 }
 
 /// What the trainer says the run is, once it does.
-pub(super) fn run_of(options: &TrainOptions, observer: &Observer, trainer: &ToTrainer) -> Result<RunRecord> {
+fn run_of(options: &TrainOptions, observer: &Observer, trainer: &ToTrainer) -> Result<RunRecord> {
     let look = || Ok(RunRecord::read(&options.save)?.filter(|record| record.run_id.is_some()));
     let record = wait_for(options, observer, "the trainer of this run, a process of its own", look)?;
     let record = record.ok_or_else(|| trainer.gone(options.update_deadline))?;
@@ -124,7 +154,7 @@ pub(super) fn run_of(options: &TrainOptions, observer: &Observer, trainer: &ToTr
 }
 
 /// The log of the run, once the rollouts have begun it.
-pub(super) fn log_of(
+fn log_of(
     options: &TrainOptions,
     observer: &Observer,
     run_id: RunId,
@@ -242,8 +272,9 @@ impl Session<'_> {
         let before = trainer.look()?;
         (self.step, self.saved) = (trainer.last.steps, trainer.last.saved);
         self.queue = Some(Arc::new(self.open_queue(before.taken.clone())));
-        self.attach()?;
+        // First: what engines do is told of behind it.
         self.tell(Event::Rollouts { step: self.step, of: self.options.num_rollout });
+        self.attach()?;
         self.follow(&mut trainer, Did { taken: BTreeMap::new(), ..before })?;
         let mut looked = Instant::now();
         while self.step < self.options.num_rollout {

@@ -9,15 +9,15 @@ use super::take::Ages;
 use crate::advantage;
 use crate::error::Result;
 use crate::learner::{Batch, Learner, Sample, Stepped};
-use crate::metrics::{self, StepMetrics, StepStats};
+use crate::metrics::{self, StepMetrics};
 use crate::options::{Estimator, LearnOptions};
 use crate::rollout::{Kept, raw_reward};
 
 /// Names of means in a line of metrics: those that are made up for each answer would fill it.
 const NAMES_MAX: usize = 256;
 
-/// The optimiser step of a rollout: what it was like, and which quantity was not finite, if one was. What the learner tells
-/// of the tokens goes into `log`, if one is given.
+/// The optimiser step of a rollout: what the learner says of it, and which quantity was not finite, if one was. What it
+/// tells of the tokens goes into `log`, if one is given.
 pub(super) fn step(
     learner: &mut dyn Learner,
     rollout: u64,
@@ -25,17 +25,44 @@ pub(super) fn step(
     ages: &Ages,
     options: &LearnOptions,
     log: Option<&Reader>,
-) -> Result<(StepStats, Option<String>)> {
+) -> Result<(StepMetrics, Option<String>)> {
     let batch = batch(rollout, groups, ages, options);
+    let mut learnt = StepMetrics::default();
     match learner.step(&batch)? {
-        Stepped::Done(stats) => {
-            if let (Some(log), Some(log_probs)) = (log, learner.take_log_probs()) {
-                log.write_learned(rollout, &columns_of(&batch, &log_probs))?;
-            }
-            Ok((stats, None))
-        }
-        Stepped::NotFinite(what) => Ok((StepStats::default(), Some(what))),
+        Stepped::Done(stats) => learnt.stats = stats,
+        Stepped::NotFinite(what) => return Ok((learnt, Some(what))),
     }
+    if let (Some(log), Some(log_probs)) = (log, learner.take_log_probs()) {
+        let columns = columns_of(&batch, &log_probs);
+        log.write_learned(rollout, &columns)?;
+        learnt.log_prob_diff_by_engine = by_engine(groups, &columns);
+    }
+    Ok((learnt, None))
+}
+
+/// Engines that are told of apart.
+const ENGINES_MAX: usize = 64;
+
+/// The mean difference of log-probs over the trained tokens of each engine: the largest of them.
+fn by_engine(groups: &[Group], columns: &[Column<'_>]) -> BTreeMap<String, f64> {
+    let engines: BTreeMap<_, _> =
+        records(groups).map(|record| (record.position(), record.engine())).collect();
+    let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    for column in columns {
+        let (sum, count) =
+            sums.entry(engines.get(&column.position).copied().unwrap_or_default()).or_default();
+        let pairs = column.log_probs.iter().zip(column.engine_log_probs);
+        let apart = pairs.map(|(own, other)| f64::from((own - other).abs()));
+        for apart in apart.filter(|apart| apart.is_finite()) {
+            *sum += apart;
+            *count += 1.0;
+        }
+    }
+    let told = sums.into_iter().filter(|(engine, (_, count))| !engine.is_empty() && *count > 0.0);
+    let mut means: Vec<_> = told.map(|(engine, (sum, count))| (engine.to_owned(), sum / count)).collect();
+    means.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+    means.truncate(ENGINES_MAX);
+    means.into_iter().collect()
 }
 
 /// The learner's log-probs of all response tokens of a batch, beside those of the engines. A learner that tells too few of
@@ -123,8 +150,11 @@ pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String
     let solved = shared(|group| group.records.iter().any(|record| reward(record) >= 1.0));
     let verdicts = records(groups).all(|record| metrics::is_verdict(raw_reward(record)));
     let level = shared(|group| group.records.windows(2).all(|pair| reward(&pair[0]) == reward(&pair[1])));
+    let learned = |record: &Record| f64::from(record.scalars().reward);
+    let is_other = records(groups).any(|record| learned(record) != reward(record));
     StepMetrics {
         reward: mean(reward),
+        reward_learned: is_other.then(|| mean(learned)),
         rewards: by_name(groups, files),
         pass: verdicts.then(|| solved as f64 / groups.len().max(1) as f64),
         groups: groups.len() as u64,
@@ -167,7 +197,7 @@ fn by_name(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftless_buffer::sample::Verdict;
+    use driftless_buffer::sample::{ColumnId, Element, Verdict};
     use driftless_buffer::{Identity, Log, Options, Scalars};
 
     /// Two answers to a prompt with rewards 1 and 0, the first of which became `parts` samples.
@@ -257,6 +287,44 @@ mod tests {
         let groups = log.reader().groups(0, 3);
         let step = describe(StepMetrics::default(), &groups, &["a.jsonl".to_owned()]);
         assert_eq!(step.rewards, [("form".into(), 0.75), ("right".into(), 1.0)].into());
+    }
+
+    #[test]
+    fn differences_are_told_of_each_engine_and_rewards_as_learned() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path(), Options::new(identity)).unwrap();
+        let engines = ["http://a", "http://b", "http://b", ""];
+        for (engine, sample_id) in engines.into_iter().zip(0..) {
+            let sample = driftless_buffer::Sample {
+                scalars: Scalars { sample_id, reward: 0.5, ..Scalars::default() },
+                prompt_len: 1,
+                tokens: &[1, 2, 3],
+                log_probs: &[-1.0; 2],
+                loss_mask: &[1; 2],
+                engine,
+                extra: &[(ColumnId::REWARDS, Element::F32, &2.0_f32.to_le_bytes())],
+                ..driftless_buffer::Sample::default()
+            };
+            log.append(&sample).unwrap().wait().unwrap();
+        }
+        let groups = log.reader().groups(0, 4);
+        let batch = batch(0, &groups, &Ages::default(), &LearnOptions::default());
+        let position = |at: usize| batch.samples[at].position;
+        // Of what was not trained on, and of what an engine thinks impossible, there is no difference.
+        let own: [&[f32]; 4] =
+            [&[-1.5, f32::NAN], &[-1.0, -1.25], &[-1.75, f32::NEG_INFINITY], &[-9.0, -9.0]];
+        let columns: Vec<_> = own
+            .into_iter()
+            .zip(0..)
+            .map(|(log_probs, at)| Column { position: position(at), log_probs, engine_log_probs: &[-1.0; 2] })
+            .collect();
+        let found = by_engine(&groups, &columns);
+        assert_eq!(found, [("http://a".to_owned(), 0.5), ("http://b".to_owned(), 1.0 / 3.0)].into());
+        let step = describe(StepMetrics::default(), &groups, &[]);
+        assert_eq!((step.reward, step.reward_learned), (2.0, Some(0.5)));
+        let (_dir, same) = groups_of(&[&[1.0, 0.0]]);
+        assert_eq!(describe(StepMetrics::default(), &same, &[]).reward_learned, None);
     }
 
     #[test]

@@ -211,13 +211,15 @@ impl Session<'_> {
         }
         let begin = Instant::now();
         let learn = &self.options.learn;
-        let (stats, not_finite) =
+        let (StepMetrics { stats, log_prob_diff_by_engine, .. }, not_finite) =
             learn::step(&mut *self.learner, rollout, &groups, &ages, learn, Some(&self.log.reader()))?;
         let skipped = not_finite.is_some();
         not_finite.map_or(Ok(()), |what| self.skip(rollout, what))?;
         fail::fail_point!("train.step");
         let train_ms = milliseconds(begin.elapsed());
-        let mut step = StepMetrics { stats, skipped, train_ms, ..described };
+        let max_staleness = self.options.oldest();
+        let mut step =
+            StepMetrics { stats, skipped, train_ms, log_prob_diff_by_engine, max_staleness, ..described };
         learn::add_staleness(&mut step, &groups, &ages);
         self.step = rollout + 1;
         Ok(step)

@@ -154,12 +154,23 @@ impl TrainOptions {
     ) -> Self {
         TrainOptions {
             hf_checkpoint: hf_checkpoint.into(),
-            rollout_hf_checkpoint: None,
             save: save.into(),
-            save_hf: None,
-            store,
             store_url: store_url.into(),
             run: run.into(),
+            ..Self::unnamed(store, task)
+        }
+    }
+
+    /// The defaults, without names and places.
+    fn unnamed(store: Arc<dyn Store>, task: Task) -> Self {
+        TrainOptions {
+            hf_checkpoint: PathBuf::new(),
+            rollout_hf_checkpoint: None,
+            save: PathBuf::new(),
+            save_hf: None,
+            store,
+            store_url: String::new(),
+            run: String::new(),
             sign_key: None,
             trust_keys: Vec::new(),
             rollout_external_engine_addrs: Vec::new(),

@@ -88,8 +88,8 @@ pub fn replay(
         };
         let groups = plan.groups(step, learned, recipe)?;
         let ages = plan.ages(step, &groups, recipe);
-        let (stats, not_finite) = learn::step(&mut *learner, step, &groups, &ages, &recipe.learn, None)?;
-        if let Some((what, expected, found)) = difference(recorded, stats, not_finite.is_some()) {
+        let (learnt, not_finite) = learn::step(&mut *learner, step, &groups, &ages, &recipe.learn, None)?;
+        if let Some((what, expected, found)) = difference(recorded, learnt.stats, not_finite.is_some()) {
             return Err(differs(step, of, what, expected, found, ELSEWHERE));
         }
         let published = recorded.publication.as_ref().and_then(|version| version.weights_digest);

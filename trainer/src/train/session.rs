@@ -18,7 +18,7 @@ use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
 use tokio::task::{JoinHandle, JoinSet};
 
-use super::apart::{self, RunLog};
+use super::apart::{Halves, RunLog};
 use super::changes::{Changes, Engine};
 use super::coming::Coming;
 use super::door::{Door, Keeper};
@@ -28,13 +28,13 @@ use super::update::{self, Updates};
 use super::versions::Versions;
 use super::{TrainOptions, listen, options, watched};
 use crate::error::{Error, Result, io};
-use crate::events::{Alerts, Event, Fact, Observer};
+use crate::events::{Alerts, Event, Fact, LEARNER_STARTS, Observer};
 use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::ledger::{Ledger, Recipe};
 use crate::metrics::{self, Converged, METRICS, MetricsFile, StepMetrics};
-use crate::options::{Debug, Mode, Part};
+use crate::options::{Debug, Mode};
 use crate::push::Pusher;
-use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts, open_log};
+use crate::rollout::{self, Policy, Queue, RolloutOptions, Rollouts};
 use crate::seed::first_bits;
 
 /// The loop's cursor in the log.
@@ -130,27 +130,10 @@ impl<'o> Session<'o> {
         let changes = Changes::read(&options.save)?;
         let named = watched::named(&runtime, options)?;
         let at_start = changes.applied_to(&named)?;
-        let pusher = match &options.push {
-            Some(pushes) if options.debug == Debug::Off => {
-                let opened = Pusher::open(pushes.clone(), &addresses(&at_start));
-                Some(opened.map_err(|source| Error::PushSetUp { source })?)
-            }
-            _ => None,
-        };
+        let pusher = pusher(options, &at_start)?;
         std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
-        let is = |part| options.part == part;
-        let to_rollouts = is(Part::Trainer).then(|| apart::to_rollouts(options, &observer)).transpose()?;
-        let to_trainer = is(Part::Rollouts).then(|| ToTrainer::open(options)).transpose()?;
-        let (record, updates) = match &to_trainer {
-            Some(trainer) => (apart::run_of(options, &observer, trainer)?, None),
-            None => open_run(options, learner.publishes())?,
-        };
-        let run_id = record.run_id.unwrap_or_else(RunId::random);
-        // It is locked before anything of the run is changed.
-        let log = match &to_rollouts {
-            Some(rollouts) => apart::log_of(options, &observer, run_id, rollouts)?,
-            None => RunLog::Own(open_log(&options.save.join(LOG), &options.hf_checkpoint, run_id)?),
-        };
+        let Halves { record, updates, run_id, log, to_rollouts, to_trainer } =
+            Halves::open(options, learner.publishes(), &observer)?;
         let mut session = Session {
             place: place(options, run_id),
             metrics: None,
@@ -239,7 +222,7 @@ impl<'o> Session<'o> {
         let progress = match self.options.debug {
             Debug::RolloutOnly => None,
             _ => {
-                self.wait_on("the learner to start", &self.learner.describe());
+                self.wait_on(LEARNER_STARTS, &self.learner.describe());
                 self.learner.load(&self.place)?
             }
         };
@@ -485,6 +468,13 @@ impl<'o> Session<'o> {
     }
 }
 
+/// What brings versions into the engines, where followers do not.
+fn pusher(options: &TrainOptions, engines: &[Engine]) -> Result<Option<Pusher>> {
+    let pushes = options.push.as_ref().filter(|_| options.debug == Debug::Off);
+    let opened = pushes.map(|pushes| Pusher::open(pushes.clone(), &addresses(engines)));
+    opened.transpose().map_err(|source| Error::PushSetUp { source })
+}
+
 fn changed(name: &str, then: &str, now: &str) -> Event {
     Event::Changed { name: name.to_owned(), then: then.to_owned(), now: now.to_owned() }
 }
@@ -508,7 +498,10 @@ fn address(engine: &Engine) -> String {
 }
 
 /// Begins the run in the store, or goes on with it.
-fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecord, Option<Updates>)> {
+pub(super) fn open_run(
+    options: &TrainOptions,
+    learner_publishes: bool,
+) -> Result<(RunRecord, Option<Updates>)> {
     // One without an identity has no version: it was turned away from its name, or killed before it had it.
     let recorded =
         RunRecord::read(&options.save)?.filter(|record| record.run_id.is_some() || record.run == options.run);

@@ -3,17 +3,17 @@
 
 // Groups in the order in which one looks; `*` stands for a name.
 const GROUPS = [
-  ["Reward", ["reward", "rewards.*", "pass", "eval.sets.*.reward", "eval.sets.*.pass_1", "eval.sets.*.pass"]],
+  ["Reward", ["reward", "reward_learned", "rewards.*", "pass", "eval.sets.*.reward", "eval.sets.*.pass_1", "eval.sets.*.pass"]],
   ["Answers", ["response_length", "truncated", "groups_zero_std", "groups_failed", "answers_failed.*", "groups_filtered", "eval.sets.*.response_length", "eval.sets.*.truncated"]],
   ["Policy", ["entropy", "ppo_kl", "kl_loss", "kl", "opd_reverse_kl", "pg_clipfrac", "tis_clipfrac", "rs_clipfrac", "opsm_clipfrac"]],
   ["Staleness", ["staleness_mean", "staleness_max", "tokens_too_old", "groups_too_old"]],
-  ["Engines against learner", ["log_prob_diff_mean", "log_prob_diff_p99", "log_prob_diff_max", "mismatch_k3"]],
+  ["Engines against learner", ["log_prob_diff_mean", "log_prob_diff_p99", "log_prob_diff_max", "mismatch_k3", "log_prob_diff_by_engine.*"]],
   ["Optimiser", ["loss", "grad_norm", "lr", "skipped", "value_loss", "value_clipfrac", "critic_grad_norm", "critic_lr"]],
   ["Weights", ["publication.publication_bytes", "publication.density", "publication.encode_publish_ms", "publication.prepare_ms", "publication.pause_ms", "publication.convergence_ms", "publication.engines_behind"]],
   ["Time", ["wall_ms", "generate_ms", "train_ms", "train_wait_ms", "rollout_wait_ms", "weights_ms", "rollout_tokens_per_s", "train_tokens_per_s", "mfu", "tokens"]],
 ];
 const TITLES = {
-  reward: "reward", pass: "prompts with a right answer", response_length: "tokens of an answer", truncated: "cut off at the limit",
+  reward: "reward", reward_learned: "reward, as learned from", pass: "prompts with a right answer", response_length: "tokens of an answer", truncated: "cut off at the limit",
   groups_zero_std: "groups of one reward", groups_failed: "groups that failed", groups_filtered: "groups filtered out",
   entropy: "entropy", ppo_kl: "KL to the old policy", kl_loss: "KL to the reference (loss)", kl: "KL to the reference (reward)",
   pg_clipfrac: "ratios clipped", tis_clipfrac: "importance weights cut", staleness_mean: "steps old, mean", staleness_max: "steps old, at most",
@@ -26,10 +26,12 @@ const TITLES = {
   weights_ms: "weights cost, ms", rollout_tokens_per_s: "generated tokens/s", train_tokens_per_s: "trained tokens/s", mfu: "MFU", tokens: "tokens of a step",
 };
 // Ids, times and what another view shows.
-const APART = /^(rollout_id|completed_at_ms|goodput\..*|publication\.(version|committed_at_ms))$/;
+const APART = /^(rollout_id|completed_at_ms|tokens_done|max_staleness|goodput\..*|publication\.(version|committed_at_ms))$/;
 const title = (name) => {
   const set = name.match(/^eval\.sets\.(.*)\.(\w+)$/);
   if (set) return `${set[1]}: ${set[2] === "pass_1" ? "pass@1" : TITLES[set[2]] || set[2].replaceAll("_", " ")}`;
+  const engine = name.match(/^log_prob_diff_by_engine\.(?:https?:\/\/)?(.*)$/);
+  if (engine) return "|Δ log-prob|, mean: " + engine[1];
   const source = name.match(/^rewards\.(.*)$/);
   return source ? `reward: ${source[1]}` : TITLES[name] || name.replaceAll("_", " ").replace("publication.", "");
 };
@@ -51,13 +53,9 @@ const store = () => {
 
 // Where a run's rows stand on the horizontal axis.
 function places(table) {
-  const { rollout_id: steps = [], completed_at_ms: times = [], tokens = [] } = table.columns;
+  const { rollout_id: steps = [], completed_at_ms: times = [], tokens_done: tokens = [] } = table.columns;
   if (settings.x === "time") return times.map((at) => (at ? at / 1000 : null));
-  if (settings.x === "tokens") {
-    let sum = 0;
-    return steps.map((_, row) => (sum += tokens[row] || 0));
-  }
-  return steps;
+  return settings.x === "tokens" ? tokens : steps;
 }
 
 // A mean that forgets, and that begins where the figures do.

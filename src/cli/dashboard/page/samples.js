@@ -1,15 +1,16 @@
 "use strict";
 // Answers of a step, and one of them token by token.
 
-const KINDS = [["learned", "learned from"], ["left_out", "left out"], ["evaluation", "evaluation"], ["mismatched", "largest mismatch of the run"]];
+const KINDS = [["learned", "learned from"], ["left_out", "left out"], ["evaluation", "evaluation"], ["mismatched", "largest mismatch of the run"], ["all", "all of the run"]];
 const ORDER = [["worst", "worst first"], ["mismatch", "largest mismatch first"], ["best", "best first"], ["longest", "longest first"], ["shortest", "shortest first"], ["log", "as they came"]];
 const FINISHES = [["", "any end"], ["stop", "stop"], ["length", "length"], ["abort", "abort"]];
 const SHADES = [["log_prob", "log-prob of the engine"], ["learner", "log-prob of the learner"], ["mismatch", "mismatch"], ["version", "version"], ["mask", "mask"]];
-const FILTERS = ["step", "kind", "order", "finish", "reward_min", "reward_max", "length_min", "length_max", "mismatch_min", "from"];
+const FILTERS = ["step", "kind", "order", "finish", "reward_min", "reward_max", "length_min", "length_max", "mismatch_min", "version", "failure", "from"];
 const order = (query) => query.order || (query.kind === "mismatched" ? "mismatch" : "worst");
 
+// What is known of the answers of one kind alone goes with it.
 const pick = (name, choices, chosen, label) =>
-  D.el("select", { "aria-label": label, onchange: (event) => D.choose({ [name]: event.target.value, from: "", position: "" }) },
+  D.el("select", { "aria-label": label, onchange: (event) => D.choose({ ...(name === "kind" ? { failure: "", mismatch_min: "" } : {}), [name]: event.target.value, from: "", position: "" }) },
     choices.map(([value, text]) => D.el("option", { value, selected: value === chosen }, text)));
 const field = (name, query, label) =>
   D.el("input", { type: "number", step: "any", placeholder: label, "aria-label": label, value: query[name] ?? "", onchange: (event) => D.choose({ [name]: event.target.value, from: "", position: "" }) });
@@ -21,7 +22,7 @@ function sampleRow(row, chosen) {
   const cells = [
     D.el("td", { className: "figure" }, reward(row)), D.el("td", { className: "figure" }, D.number(row.tokens)),
     D.el("td", { className: row.finish === "stop" ? "" : "odd" }, row.finish), D.el("td", null, versions(row)),
-    D.el("td", { className: "figure" }, D.number(row.mismatch)), D.el("td", { className: "figure" }, row.learned ?? "–"),
+    D.el("td", { className: "figure" }, D.number(row.mismatch)), D.el("td", { className: "figure" }, row.learned ?? row.seat),
     D.el("td", { className: "figure" }, row.prompt_id), D.el("td", { className: "figure" }, row.seconds === null ? "–" : D.span(row.seconds)),
     D.el("td", { className: "cut" }, D.visible(row.why || row.engine.replace(/^https?:\/\//, ""))),
   ];
@@ -37,19 +38,24 @@ function lists(list, query) {
       D.el("label", null, "step ", D.el("input", { type: "number", min: first, max: last, value: list.step, onchange: (event) => D.choose({ step: event.target.value, from: "", position: "" }) })),
       D.el("button", { "aria-label": "step behind", disabled: list.step >= last, onclick: () => step(1) }, "›")),
     pick("kind", KINDS, query.kind || "learned", "which answers"), pick("order", ORDER, order(query), "order"), pick("finish", FINISHES, query.finish || "", "how they ended"),
-    field("reward_min", query, "reward from"), field("reward_max", query, "reward to"), field("length_min", query, "tokens from"), field("length_max", query, "tokens to"), field("mismatch_min", query, "mismatch from"));
+    field("reward_min", query, "reward from"), field("reward_max", query, "reward to"), field("length_min", query, "tokens from"), field("length_max", query, "tokens to"), field("version", query, "version"), query.kind === "all" ? null : field("mismatch_min", query, "mismatch from"));
+  const causes = Object.entries(list.causes).sort(([, one], [, other]) => other - one);
+  const failure = (cause, text) => D.el("button", { className: (query.failure || "") === cause ? "chosen" : "", onclick: () => D.choose({ failure: cause, from: "", position: "" }) }, text);
+  const told = causes.length ? D.el("div", { className: "group causes" }, failure("", "all"), causes.map(([cause, count]) => failure(cause, [...D.visible(cause), `: ${count}`]))) : null;
   const to = list.from + list.rows.length;
   const gone = list.groups - list.found;
-  const where = query.kind === "mismatched" ? "all steps, those with the largest mismatch" : `step ${list.step}`;
+  const where = { mismatched: "all steps, those with the largest mismatch", all: "all steps" }[query.kind] || `step ${list.step}`;
   const words = [list.total ? `${list.from + 1}–${to} of ${list.total} answers of ${where}` : `no such answers of ${where}`];
+  if (list.looked !== null) words.push(`${D.number(list.looked)} were looked at` + (list.total > to ? ", the first are listed" : ""));
+  if (causes.length) words.push("groups that no step learns from, by why");
   if (list.untold) words.push("mismatches are missing: " + list.untold);
   if (gone > 0) words.push(`${gone} of ${list.groups} groups are no longer in the log: retention has removed them`);
   if (list.cut) words.push("only the part of the log around the step was looked at");
   const turn = (from, text) => D.el("button", { onclick: () => D.choose({ from, position: "" }) }, text);
-  const pages = [list.from > 0 ? turn(Math.max(0, list.from - 200), "before") : null, to < list.total ? turn(to, "more") : null];
+  const pages = [list.from > 0 ? turn(Math.max(0, list.from - 200), "before") : null, to < list.total && list.looked === null ? turn(to, "more") : null];
   const head = D.el("tr", null, ["reward", "tokens", "end", "version", "mismatch", "step", "prompt", "took", query.kind === "left_out" ? "why" : "engine"].map((name, index) => D.el("th", { className: [0, 1, 4, 5, 6, 7].includes(index) ? "figure" : "" }, name)));
   const table = D.el("table", { className: "rows" }, head, list.rows.map((row) => sampleRow(row, String(row.position) === query.position)));
-  return [bar, D.el("p", { className: "note" }, words.join("; ") + ". ", pages), D.el("div", { className: "wide list" }, table)];
+  return [bar, D.el("p", { className: "note" }, words.join("; ") + ". ", pages), told, D.el("div", { className: "wide list" }, table)].filter(Boolean);
 }
 
 // Colours behind tokens, and what each says.
