@@ -33,7 +33,7 @@ fn log(dir: &std::path::Path) -> Vec<Owned> {
     log.append(&prompt).unwrap().wait().unwrap();
     for step in 0..2 {
         let learned = [Column { position: Position(3 + step), log_probs: &LEARNED, engine_log_probs: &[] }];
-        log.write_learned(step, &learned).unwrap();
+        log.reader().write_learned(step, &learned).unwrap();
     }
     log.close().unwrap();
     owned
