@@ -226,7 +226,8 @@ impl Conversation<'_> {
     /// something else, so that they get a session of their own.
     async fn begin_again(&mut self) -> Result<(), Fault> {
         self.begun_again = true;
-        (self.made.clear(), self.said.clear());
+        self.made.clear();
+        self.said.clear();
         (self.refused, self.so_far) = (0, self.prompt.tokens.clone());
         if let Some(clients) = &self.hook.clients {
             self.seat = Some(clients.open(self.turn).await?);
