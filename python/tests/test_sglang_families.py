@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,22 @@ from sglang_models import step
 on_sglang = pytest.mark.skipif(not STAND_INS, reason="DRIFTLESS_SGLANG_PYTHONPATH is not set")
 PAGE = Path(__file__).parents[2] / "docs/engines.md"
 VERSIONS = 4
+# Each of these is laid out or read in a way of its own; the others are like one of them, and wait for `DRIFTLESS_LONG`.
+IN_SHORT = {
+    "Apertus",
+    "Cohere",
+    "ERNIE 4.5 MoE",
+    "GLM-4.5 MoE",
+    "GPT-2",
+    "Gemma 3",
+    "Granite MoE",
+    "Llama, tied",
+    "OLMoE",
+    "Persimmon",
+    "Phi-3",
+    "Qwen3",
+}
+PLAYED = [name for name in FAMILIES if name in IN_SHORT or "DRIFTLESS_LONG" in os.environ]
 # Servers and followers wait for most of the time that a family takes.
 AT_ONCE = 3
 
@@ -78,7 +95,7 @@ def outcomes(request, forks, tmp_path_factory):
 
 
 @on_sglang
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PLAYED)
 def test_family_ends_with_what_a_fresh_server_loads(name, outcomes):
     family, outcome = FAMILIES[name], outcomes[name].result()
     _, *told = outcome.lines

@@ -167,13 +167,15 @@ def test_requests_that_updates_fall_into_end_with_tokens_of_known_versions(scene
     url = f"vllm+{scene.server.url}"
     with scene.follower("--pause-generation-mode", mode), ThreadPoolExecutor(8) as pool:
         with driftless_rl.Fleet([url], scene.host, deadline=300.0, concurrency=8) as fleet:
-            samples = pool.map(sample, range(64))
+            samples = pool.map(sample, range(32))
             patched = scene.server.patched()
             for seed in range(1, 6):
                 scene.publish(step(scene.tensors, seed, 0.02))
                 scene.arrives()
             samples = list(samples)
     until("log of the patches", MOVED, lambda: scene.server.patched() == patched + 5)
+    seen = {label for made in samples for label, _, _ in made.versions}
+    assert len(seen) > 1, "updates fell in between them"
     for made in samples:
         assert len(made.output_ids) == len(made.log_probs) == 200 and made.finish == "length"
         labels, starts, ends = zip(*made.versions)

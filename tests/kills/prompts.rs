@@ -106,7 +106,7 @@ fn play_until_killed_often(kind: usize) {
     let mut kills = Kills::default();
     let mut seed = kind as u64;
     // A run may end before its kills do.
-    while kills.of_loop < (25 * times()).max(100) {
+    while kills.of_loop < (25 * times()).max(50) {
         println!("kind {kind}, seed {seed}");
         let stage = Stage::new(KINDS[kind]);
         stage.play(&mut Random(seed), &mut kills);

@@ -113,15 +113,7 @@ impl DataSource for Same {
     }
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let place = Place { path: Path::new("same").into(), line: number };
-        Ok(Prompt {
-            tokens: vec![4; PROMPT],
-            text: String::new(),
-            label: None,
-            metadata: None,
-            messages: None,
-            tools: None,
-            place,
-        })
+        Ok(Prompt::of_tokens(vec![4; PROMPT], place))
     }
     fn tokenizer(&self) -> &Tokenizer {
         &self.0

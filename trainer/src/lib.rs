@@ -10,6 +10,7 @@ pub mod door;
 mod error;
 pub mod evaluate;
 pub mod events;
+mod failure;
 pub mod goodput;
 pub mod hook;
 pub mod learner;
@@ -29,5 +30,6 @@ pub mod tasks;
 mod train;
 
 pub use driftless_agent::chat::{ChatTemplate, LossMask};
-pub use error::{Error, Failure, Result};
+pub use error::{Error, Result};
+pub use failure::Failure;
 pub use train::{Outcome, TrainOptions, replay, rollout, train};

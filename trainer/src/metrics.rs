@@ -1,6 +1,7 @@
 //! What a step did, one JSON line a step: the data of the final table and of the dashboard's charts.
 
-use crate::error::{Error, Failure, Result, io};
+use crate::error::{Error, Result, io};
+use crate::failure::Failure;
 use crate::goodput::Goodput;
 use driftless_store::ContentDigest;
 use driftless_transport::gc::Phases;

@@ -6,7 +6,8 @@ use std::time::Duration;
 use driftless_http::client_builder;
 use tokio::sync::Semaphore;
 
-use crate::error::{Failure, Result, input, short};
+use crate::error::{Result, input, short};
+use crate::failure::Failure;
 
 /// Questions that a service has at once; more wait here.
 const AT_ONCE: usize = 256;

@@ -2,8 +2,10 @@
 //! and transformers.
 
 use crate::error::{Error, Result};
-use crate::{process, rewards, sglang, smollm2};
-use std::fs;
+use crate::test::build_without_torch;
+use crate::{libtorch, process, rewards, sglang, smollm2};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -96,7 +98,7 @@ fn wheels(root: &Path) -> PathBuf {
     work(root).join("wheels")
 }
 
-/// Builds the wheel: optimised as users get it, or as the tests are built, which have most of its crates already.
+/// Builds the wheel: optimised as users get it, or of the crates that the tests have already.
 pub(crate) fn build(root: &Path, cache: &Path, log: &Path, release: bool) -> Result<()> {
     let wheels = wheels(root);
     // An older one would be ambiguous; that there may be none is fine.
@@ -104,13 +106,30 @@ pub(crate) fn build(root: &Path, cache: &Path, log: &Path, release: bool) -> Res
     let mut build = Command::new(cache.join(HOME).join("bin/maturin"));
     build.args(["build", "--profile", if release { "release" } else { "dev" }]);
     build.args(["--locked", "--out"]).arg(&wheels).current_dir(root.join("python"));
+    if !release && libtorch::present().is_some() {
+        build.env("CARGO", cargo_of_the_tests(&work(root))?);
+    }
     process::run_logged(&mut build, log)?;
     let wheel = wheel(&wheels)?;
     if release { check_size(&wheel) } else { Ok(()) }
 }
 
+/// A program in place of cargo, which builds the wheel's library with the packages and features of the tests. maturin asks
+/// for that library alone, and cargo would build each crate of ours once more: seven minutes.
+fn cargo_of_the_tests(work: &Path) -> Result<PathBuf> {
+    fs::create_dir_all(work).map_err(Error::io(work))?;
+    let (cargo, build) = (work.join("cargo"), build_without_torch("--lib").join(" "));
+    let text = format!(
+        "#!/bin/sh\nif [ \"$1\" != rustc ]; then exec cargo \"$@\"; fi\n\
+         cd .. && exec cargo {build} --message-format json-render-diagnostics\n"
+    );
+    fs::write(&cargo, text).map_err(Error::io(&cargo))?;
+    fs::set_permissions(&cargo, Permissions::from_mode(0o755)).map_err(Error::io(&cargo))?;
+    Ok(cargo)
+}
+
 /// Installs the wheel beside SGLang and the libraries that it knows, and runs the tests.
-pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
+pub(crate) fn test(root: &Path, cache: &Path, log: &Path, long: bool) -> Result<()> {
     let beside = [cache.join(HOME), sglang::home(cache)];
     let python = venv(root, "venv", cache, &beside, log)?;
     let mut tests = pytest(root, &python);
@@ -124,6 +143,7 @@ pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
         .env("DRIFTLESS_CLIENTS_PYTHON", rewards::python(cache));
     tests.envs(smollm2::present(cache).map(|model| ("DRIFTLESS_AGENTS_TOKENIZER", model)));
     tests.envs(made_of).env("DRIFTLESS_WHEELS", wheels(root));
+    tests.envs(long.then_some(("DRIFTLESS_LONG", "1")));
     process::run_logged(&mut tests, log)
 }
 

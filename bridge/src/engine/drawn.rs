@@ -1,7 +1,7 @@
 //! Tokens of an answer that is not finished: what stays of them when an engine dies, and how another goes on behind them.
 
 use super::reply::{Tokens, version};
-use super::{Digester, Finish, GenerateRequest, Generation, ReplyDigest, Rid, VersionSpan};
+use super::{Digester, GenerateRequest, Generation, ReplyDigest, Rid, VersionSpan};
 
 /// The tokens of an answer that were drawn so far.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -184,18 +184,7 @@ impl GenerateRequest {
         (!self.drawn.is_empty() && self.drawn.len() >= most).then(|| {
             let mut drawn = self.drawn.clone();
             drawn.truncate(most);
-            drawn.whole(Generation {
-                rid: self.rid,
-                engine: String::new(),
-                output_ids: Vec::new(),
-                log_probs: Vec::new(),
-                spans: Vec::new(),
-                spans_reported: true,
-                finish: Finish::Length,
-                retractions: 0,
-                cached_tokens: None,
-                replies: Vec::new(),
-            })
+            drawn.whole(Generation::without_tokens(self.rid))
         })
     }
 }
@@ -203,6 +192,7 @@ impl GenerateRequest {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::Finish;
     use crate::engine::{Rid, SamplingParams};
 
     fn piece<'a>(output_ids: &'a [i32], label: &'a str) -> Piece<'a> {

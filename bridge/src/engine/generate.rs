@@ -239,9 +239,9 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// One without tokens, for which no engine was asked: the context has no room for any.
+    /// One without tokens that ends by its length: the context has no room for any, or what was drawn before is all.
     #[must_use]
-    pub fn without_room(rid: Rid) -> Self {
+    pub fn without_tokens(rid: Rid) -> Self {
         Generation {
             rid,
             engine: String::new(),

@@ -21,7 +21,8 @@ use tokio::time::{Instant, sleep_until};
 use super::sample::Claim;
 use super::{Fault, GENERATIONS_MAX, HookOptions};
 use crate::data;
-use crate::error::{Failure, Result};
+use crate::error::Result;
+use crate::failure::Failure;
 use crate::sample::Turn;
 
 /// Requests of one answer that are drawn or wait at once.

@@ -12,7 +12,8 @@ use tokio::sync::{Mutex, MutexGuard, Semaphore};
 use super::clients::Patience;
 use super::many::{Announced, Many, PROTOCOL, Talk};
 use super::{ANSWER_BYTES_MAX, Head, HookOptions, shown};
-use crate::error::{Failure, plain};
+use crate::error::plain;
+use crate::failure::Failure;
 use crate::service::Silent;
 
 /// Longest line of its standard error that is kept whole.

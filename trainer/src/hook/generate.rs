@@ -19,7 +19,8 @@ use super::many::Talk;
 use super::sample::{Claim, Made, assemble, once};
 use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
-use crate::error::{Failure, Result};
+use crate::error::Result;
+use crate::failure::Failure;
 use crate::sample::{Prompt, Read, Trajectory, Turn};
 
 /// Samples that an answer may become.

@@ -25,7 +25,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::{Error, Failure, Result, short};
+use crate::error::{Error, Result, short};
+use crate::failure::Failure;
 use crate::service::{LOOK, Service, Silent};
 
 use clients::Patience;

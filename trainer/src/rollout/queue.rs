@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use super::fates::{Fates, TOO_OLD};
 use super::record::{FILTERED, PromptNote};
 use super::{now, parts};
-use crate::error::Failure;
+use crate::failure::Failure;
 use crate::goodput::Kept;
 use crate::options::Mode;
 use crate::schedule::{Policy, Schedule, Seen, Start};

@@ -11,7 +11,8 @@ use serde_json::value::RawValue;
 
 use super::group::{Group, Outcome};
 use super::{Begun, Rollouts};
-use crate::error::{Failure, Place, Result};
+use crate::error::{Place, Result};
+use crate::failure::Failure;
 use crate::metrics::unix_us;
 use crate::sample::{Prompt, Trajectory, sample_id};
 

@@ -35,6 +35,15 @@ pub struct Prompt {
     pub place: Place,
 }
 
+impl Prompt {
+    /// One of token ids alone.
+    #[must_use]
+    pub fn of_tokens(tokens: Vec<i32>, place: Place) -> Self {
+        let text = String::new();
+        Prompt { tokens, text, label: None, metadata: None, messages: None, tools: None, place }
+    }
+}
+
 /// An answer of the policy to a prompt, as rewards see it. Its JSON is what commands and services are sent.
 #[derive(Debug, Clone, Serialize)]
 pub struct Answer {

@@ -123,7 +123,7 @@ impl Turn<'_> {
         let seed_of = |seed: u64| if nth == 0 { seed } else { mix(seed ^ mix(nth)) >> 1 };
         sampling.sampling_seed = sampling.sampling_seed.map(seed_of);
         if sampling.max_new_tokens == 0 {
-            return Ok(Generation::without_room(self.rid));
+            return Ok(Generation::without_tokens(self.rid));
         }
         let mut request =
             GenerateRequest::new(self.rid.generation(nth), input_ids, sampling).with_affinity(self.group);

@@ -12,7 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::TrainOptions;
-use crate::error::{Error, Failure, Result, io};
+use crate::error::{Error, Result, io};
+use crate::failure::Failure;
 use crate::goodput::Goodput;
 use crate::ledger;
 use crate::lines::{self, Lines, Tail};

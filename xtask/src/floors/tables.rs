@@ -198,6 +198,7 @@ pub(super) const HOUSES: &[House] = &[
         ],
         lines_max: LINES_MAX,
         floors: &[
+            &["failure"],
             &["error", "lr", "seed"],
             &["door", "lines", "options", "push", "service"],
             &["advantage", "goodput", "ledger", "metrics", "sample", "schedule"],

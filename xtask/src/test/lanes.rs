@@ -91,7 +91,7 @@ pub(super) const LANES: &[Lane] = &[
         programs: Tests::None,
         takes: &["wheel"],
         after: &[],
-        run: |c| python::test(c.root, &crate::cache_dir()?, &c.log),
+        run: |c| python::test(c.root, &crate::cache_dir()?, &c.log, c.options.long),
     },
     Lane {
         name: "vllm",
@@ -486,10 +486,14 @@ fn with_stores(context: &Context) -> Result<()> {
 
 fn with_ucx(context: &Context) -> Result<()> {
     for (version, libraries) in ucx::releases(&crate::cache_dir()?) {
-        for name in ["relay::fabric", "relay::relay_ucx", "driftless::cli"] {
+        // What else the command does, lane `unit` sees.
+        let of_the_command = ["serving::", "a_host_follows_over_ucx"];
+        for (name, only) in
+            [("relay::fabric", &[][..]), ("relay::relay_ucx", &[]), ("driftless::cli", &of_the_command)]
+        {
             let mut program = context.program(name)?;
-            program.arg("--nocapture").env("DRIFTLESS_UCX_REQUIRED", version);
-            context.run(program.env("LD_LIBRARY_PATH", &libraries))?;
+            program.args(only).arg("--nocapture").env("DRIFTLESS_UCX_REQUIRED", version);
+            context.some(program.env("LD_LIBRARY_PATH", &libraries))?;
         }
     }
     Ok(())
@@ -544,7 +548,10 @@ fn miri(context: &Context) -> Result<()> {
     let log = ["--lib", "--", "layout", "ledger", "wire", "cursor", "tests::crash"];
     let run = |miri: &mut Command| context.some(miri.current_dir(context.root).env("CARGO_TARGET_DIR", &own));
     run(foreign::miri("driftless-buffer").args(log))?;
-    run(foreign::miri("driftless-delta").args(["--lib", "--test", "golden"]))
+    // All of the codec's `unsafe` is in `scan`; the payloads go through the rest.
+    let codec = ["--lib", "--test", "golden", "--"];
+    let scanned = if context.options.long { &[][..] } else { &["scan", "tiny"] };
+    run(foreign::miri("driftless-delta").args(codec).args(scanned))
 }
 
 fn neon(context: &Context) -> Result<()> {

@@ -16,7 +16,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-pub(crate) use programs::{cargo_test, command_for_tests};
+pub(crate) use programs::{build_without_torch, cargo_test, command_for_tests};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {

@@ -18,9 +18,6 @@ pub(super) const ALL: &str = "driftless/failpoints,driftless-store/conformance,d
 /// calls of the command take.
 const OF_THE_COMMAND: [&str; 3] = ["driftless::cli", "driftless::kills", "driftless::learner"];
 
-/// Packages that link only where something else loads them.
-const ELSEWHERE: [&str; 2] = ["--exclude", "driftless-python"];
-
 /// A test program.
 struct Program {
     /// Its package without `driftless-`, and its target: `bridge::faults`, `driftless::cli`; `lib` and `bin` are
@@ -44,7 +41,7 @@ pub(crate) fn cargo_test() -> Command {
     let mut command = Command::new("cargo");
     command.arg("test");
     if libtorch::present().is_some() {
-        command.arg("--workspace").args(ELSEWHERE).args(["--features", ALL]);
+        command.args(["--workspace", "--features", ALL]);
     } else {
         command.args(["--features", LIGHT]);
     }
@@ -88,13 +85,15 @@ impl Programs {
     }
 }
 
+/// The arguments by which cargo builds something without libtorch that takes all other crates as the tests have them.
+pub(crate) fn build_without_torch(target: &str) -> [&str; 7] {
+    // With an example, cargo takes the features that tests ask for as well, and builds no other crate once more.
+    ["build", "--workspace", target, "--example", "codec", "--features", LIGHT]
+}
+
 /// Builds the command without libtorch, with the same packages and features otherwise, and keeps it apart.
 fn light(context: &Context) -> Result<PathBuf> {
-    let mut build = Command::new("cargo");
-    // With an example, cargo takes the features that tests ask for as well, and builds no other crate once more.
-    build.args(["build", "--bin", "driftless", "--example", "codec", "--workspace"]);
-    build.args(ELSEWHERE).args(["--features", LIGHT]);
-    context.logged(&mut build)?;
+    context.logged(Command::new("cargo").args(build_without_torch("--bin=driftless")))?;
     let light = context.root.join("target/lanes/driftless-without-torch");
     fs::copy(built(), &light).map_err(Error::io(&light))?;
     Ok(light)

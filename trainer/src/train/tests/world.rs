@@ -312,15 +312,7 @@ impl DataSource for Data {
         self.world.happens("prompt", number).await;
         let place = Place { path: Path::new("simulated").into(), line: number };
         let tokens = vec![3 + (number % 10) as i32];
-        Ok(Prompt {
-            tokens,
-            text: String::new(),
-            label: None,
-            metadata: None,
-            messages: None,
-            tools: None,
-            place,
-        })
+        Ok(Prompt::of_tokens(tokens, place))
     }
 
     fn tokenizer(&self) -> &Tokenizer {
