@@ -8,6 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,18 +162,29 @@ def test_each_version_is_patched_and_equals_a_load(scene):
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 @pytest.mark.parametrize("scene", [BACKEND], indirect=True, ids=["backend"])
 def test_requests_that_updates_fall_into_end_with_tokens_of_known_versions(scene, mode):
-    def sample(number: int) -> driftless_rl.Generation:
-        return fleet.generate([number % 90 + 1, 5], max_new_tokens=200, ignore_eos=True)
+    over, samples = threading.Event(), []
+
+    def ask(worker: int) -> None:
+        """One request after another, the last of which begins behind the last update."""
+        last = False
+        while not last:
+            last = over.is_set()
+            samples.append(fleet.generate([worker + 1, 5], max_new_tokens=200, ignore_eos=True))
 
     url = f"vllm+{scene.server.url}"
     with scene.follower("--pause-generation-mode", mode), ThreadPoolExecutor(8) as pool:
         with driftless_rl.Fleet([url], scene.host, deadline=300.0, concurrency=8) as fleet:
-            samples = pool.map(sample, range(32))
+            asked = [pool.submit(ask, worker) for worker in range(8)]
             patched = scene.server.patched()
-            for seed in range(1, 6):
-                scene.publish(step(scene.tensors, seed, 0.02))
-                scene.arrives()
-            samples = list(samples)
+            try:
+                until("answer of the first version", 300, lambda: samples or any(done.done() for done in asked))
+                for seed in range(1, 6):
+                    scene.publish(step(scene.tensors, seed, 0.02))
+                    scene.arrives()
+            finally:
+                over.set()
+            for done in asked:
+                done.result()
     until("log of the patches", MOVED, lambda: scene.server.patched() == patched + 5)
     seen = {label for made in samples for label, _, _ in made.versions}
     assert len(seen) > 1, "updates fell in between them"

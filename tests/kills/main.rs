@@ -2,7 +2,7 @@
 //! moments. Nobody repairs anything; the same command is started again, and host and engine end on the newest
 //! version, bit for bit.
 //!
-//! 100 kills, and 200 of a run over prompts; `DRIFTLESS_LONG=1` makes them 1,000 and 500. What is random comes
+//! 100 kills, and 150 of runs over prompts; `DRIFTLESS_LONG=1` makes them 1,000 and 750. What is random comes
 //! from seeds, which are printed.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, reason = "a test ends where its set-up fails")]

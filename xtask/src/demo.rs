@@ -133,8 +133,7 @@ impl Demo {
         let mut command = Command::new(&self.program);
         command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string()]);
         command.args(["--device", &self.device]);
-        // libtorch's threads that wait would spin on the cores that the engines want.
-        command.env("OMP_WAIT_POLICY", "passive");
+        command.envs([process::NO_SPINNING]);
         command.args(if self.pretrained.is_some() { SMOLLM2_TASK } else { TINY_TASK }.split(' '));
         if self.smoke && self.pretrained.is_some() {
             command.args(["--n-eval-prompts", "24"]);

@@ -7,6 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+/// For OpenMP's threads, which otherwise spin on cores while they wait. Beside two busy processes six families of models in
+/// SGLang take 76 s with it, and 109 s without.
+pub(crate) const NO_SPINNING: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
+
 /// Runs `command` with this terminal and waits for it.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().map_err(start(command))?;

@@ -77,6 +77,7 @@ pub(crate) fn home(cache: &Path) -> PathBuf {
 fn serve_command(cache: &Path, model: &Path, port: u16) -> Command {
     let mut command = Command::new(python(cache));
     command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1").env("HF_HUB_OFFLINE", "1");
+    command.envs([process::NO_SPINNING]);
     command.args(["-m", "sglang.launch_server", "--device", "cpu", "--skip-tokenizer-init"]);
     // Without --sleep-on-idle the scheduler spins on a core while it has nothing to do.
     command.args(["--disable-overlap-schedule", "--max-total-tokens", "65536", "--sleep-on-idle"]);
@@ -111,7 +112,10 @@ impl Conformance {
 
     /// Tells the tests of `command` where the server, its interpreter and its checkpoints are.
     pub(crate) fn tell<'a>(&self, command: &'a mut Command) -> &'a mut Command {
-        command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1");
+        command
+            .env("PYTHONPATH", python_path())
+            .env("SGLANG_USE_CPU_ENGINE", "1")
+            .envs([process::NO_SPINNING]);
         command.env("DRIFTLESS_SGLANG_PYTHON", &self.python);
         command.env("DRIFTLESS_SGLANG_PYTHONPATH", python_path());
         command.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{}", self.port));
