@@ -48,6 +48,8 @@ pub(super) fn model(dir: &Path) -> PathBuf {
 struct Served {
     process: Process,
     url: String,
+    /// Where its figures are, if it was told to show them.
+    metrics: Option<String>,
 }
 
 fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
@@ -63,8 +65,9 @@ fn serve_with(dir: &Path, model: &Path, fake: &Fake, more: &[&str]) -> Served {
     command.arg("--hf-checkpoint").arg(model).arg("--save").arg(dir.join("save"));
     command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
     let mut process = Process::start("gateway", dir, &mut command);
-    let url = process.says(0).expect("where it serves")["url"].as_str().expect("a URL").to_owned();
-    Served { process, url }
+    let said = process.says(0).expect("where it serves");
+    let url = said["url"].as_str().expect("a URL").to_owned();
+    Served { process, url, metrics: said["metrics"].as_str().map(str::to_owned) }
 }
 
 /// Status and body of the answer to a conversation.
@@ -142,13 +145,59 @@ fn a_gateway_for_others_wants_a_token() {
     let dir = tempfile::tempdir().expect("a directory");
     let model = model(&dir.path().join("model"));
     let fake = Fake::start(&model);
-    let mut command = driftless();
-    command.args(["gateway", "--listen", "0.0.0.0:0", "--hf-checkpoint"]).arg(&model);
-    command.arg("--save").arg(dir.path().join("save"));
-    command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
-    let (status, words) = code(command.env_remove("DRIFTLESS_TOKEN"));
-    assert_eq!(status, Some(2), "{words}");
-    assert!(words.contains("--token-file"), "{words}");
+    for flag in ["--listen", "--metrics-listen"] {
+        let mut command = driftless();
+        command.args(["gateway", flag, "0.0.0.0:0", "--hf-checkpoint"]).arg(&model);
+        command.arg("--save").arg(dir.path().join("save"));
+        command.args(["--rollout-external-engine-addrs", &fake.address.to_string()]);
+        let (status, words) = code(command.env_remove("DRIFTLESS_TOKEN"));
+        assert_eq!(status, Some(2), "{words}");
+        assert!(words.contains(flag) && words.contains("--token-file"), "{words}");
+    }
+}
+
+/// The page of figures, and its status.
+fn figures(served: &Served, headers: &str) -> (u16, String) {
+    let url = served.metrics.as_ref().expect("a page of figures");
+    let address = url.strip_prefix("http://").and_then(|url| url.strip_suffix("/metrics")).expect("a URL");
+    exchange(address.parse().expect("an address"), "GET /metrics", headers, "")
+}
+
+#[test]
+fn what_was_asked_and_answered_is_counted() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    fake.engine().tokens = vec![id('a')];
+    let file = dir.path().join("token");
+    std::fs::write(&file, "secret\n").expect("a file");
+    let watched = ["--metrics-listen", "127.0.0.1:0", "--token-file", &file.display().to_string()];
+    let served = serve_with(dir.path(), &model, &fake, &watched);
+    let key = "x-api-key: secret\r\n";
+    let one = json!([{"role": "user", "content": "hi"}]);
+    let (status, body) = post(&served, CHAT, key, &one);
+    let usage = serde_json::from_str::<Value>(&body).expect("JSON")["usage"].clone();
+    assert_eq!(status, 200, "{body}");
+    let long = json!([{"role": "user", "content": "hi ".repeat(4096)}]);
+    for (headers, messages, refused) in [("", &one, 401), (key, &long, 400), (key, &json!([]), 400)] {
+        assert_eq!(post(&served, CHAT, headers, messages).0, refused);
+    }
+    assert_eq!(figures(&served, "").0, 401, "the page wants the token, too");
+    let (status, page) = figures(&served, "authorization: Bearer secret\r\n");
+    assert_eq!(status, 200, "{page}");
+    let told = |name: &str| {
+        let value = page.lines().find_map(|line| line.strip_prefix(&format!("driftless_gateway_{name} ")));
+        value.and_then(|value| value.parse::<f64>().ok()).unwrap_or(f64::NAN)
+    };
+    for (name, value) in [("answered", 1.0), ("context", 1.0), ("busy", 0.0), ("broken", 0.0)] {
+        assert_eq!(told(&format!("asks_total{{outcome=\"{name}\"}}")), value, "{name}: {page}");
+    }
+    assert_eq!((told("keys_refused_total"), told("asks_under_way")), (1.0, 0.0), "{page}");
+    let tokens = ["prompt_tokens", "completion_tokens"];
+    for name in tokens {
+        assert_eq!(Some(told(&format!("{name}_total"))), usage[name].as_f64(), "{page}");
+    }
+    assert!(told("ask_seconds_total") > 0.0, "{page}");
 }
 
 /// A key whose second is over opens nothing.

@@ -1,5 +1,6 @@
 //! `driftless gateway`: agents talk to the policy, by OpenAI's and Anthropic's protocols.
 
+mod counted;
 mod engines;
 mod key;
 mod open;
@@ -9,11 +10,12 @@ use crate::cli::shared::output::Output;
 use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
 use crate::cli::shared::{keys, numbers, paths};
 use crate::cli::train::evaluation::DrawArgs;
+use counted::Counted;
 use driftless::agent::Family;
 use driftless::agent::gateway::{Gateway, GatewayOptions};
 use driftless::agent::session::{Sample, Thoughts};
 use driftless::agent::sessions::{Draw, Opening, Sessions, Settings};
-use driftless::http::{check_exposure, runtime};
+use driftless::http::{check_exposure, metrics, runtime};
 use driftless::store::wait::Stop;
 use driftless::trainer::data::context;
 use engines::{Engines, Nobody};
@@ -29,6 +31,8 @@ use std::time::Duration;
 
 /// The journal of the sessions, in --save.
 const JOURNAL: &str = "sessions.journal";
+/// What a refusal calls the address of the figures.
+const METRICS: &str = "gateway's metrics address";
 
 const HELP: &str = "\
 A session is a name in the path of a client's base URL; it begins with its first request. What is sampled in it is kept in
@@ -69,6 +73,10 @@ pub(crate) struct Args {
     /// Address to listen on; port 0: the system chooses, and the address is printed.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7440")]
     listen: SocketAddr,
+    /// Address at which Prometheus reads what was asked and answered: GET /metrics, with the token if there is one. Port 0:
+    /// the system chooses, and the address is printed.
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics_listen: Option<SocketAddr>,
     /// File holding the token that clients bring as their API key; needed to listen beyond loopback [default:
     /// DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
@@ -88,7 +96,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Write the samples of all sessions into this file, a JSON object a line, and serve nothing.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "token_file", "rollout_external_engine_addrs"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["listen", "metrics_listen", "token_file", "rollout_external_engine_addrs"])]
     export: Option<PathBuf>,
     /// Write those of requests that are a client's own housekeeping, such as titles, too.
     #[arg(long, requires = "export")]
@@ -105,6 +113,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     }
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
     check_exposure("gateway address", args.listen, token.as_deref())?;
+    if let Some(addr) = args.metrics_listen {
+        check_exposure(METRICS, addr, token.as_deref())?;
+    }
     if !args.listen.ip().is_loopback() {
         tracing::warn!(
             "the token and all conversations go in clear text: put a proxy with TLS before {}",
@@ -114,9 +125,17 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let family = Family::open(&args.hf_checkpoint)?;
     let sessions = sessions(&args, family, args.engines()?, false)?;
     let options = GatewayOptions::new(token.is_none());
-    let gateway = Gateway::start(args.listen, options, Arc::new(Open::new(sessions, token, now)))?;
+    let counted = Counted::new(Open::new(sessions, token.clone(), now));
+    let counts = counted.counts();
+    let listen = |addr| metrics::serve(METRICS, addr, token, move || counts.page());
+    let watched = args.metrics_listen.map(listen).transpose()?;
+    let gateway = Gateway::start(args.listen, options, Arc::new(counted))?;
     let url = format!("http://{}", gateway.addr());
-    output.print(&json!({ "url": url }), |_| format!("gateway on {url}, sessions at {url}/s/NAME/v1"))?;
+    let page = watched.as_ref().map(|server| format!("http://{}/metrics", server.addr()));
+    output.print(&json!({ "url": url, "metrics": page }), |_| {
+        let metrics = page.iter().map(|page| format!("\nmetrics at {page}")).collect::<String>();
+        format!("gateway on {url}, sessions at {url}/s/NAME/v1{metrics}")
+    })?;
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     while !stop.wait(Duration::from_secs(3600)) {}

@@ -141,7 +141,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 22] = [
+const FLAGS: [(&str, &str); 23] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -154,6 +154,7 @@ const FLAGS: [(&str, &str); 22] = [
     ("engines_in_use", "--engines-in-use"),
     ("follower address", "--listen, with --token-file"),
     ("gateway address", "--listen, with --token-file"),
+    ("gateway's metrics address", "--metrics-listen, with --token-file"),
     ("keep", "--keep"),
     ("plugin_dir", "--plugin-dir"),
     ("push", "--update-weight-transport, --colocate"),

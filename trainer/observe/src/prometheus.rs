@@ -3,12 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use axum::http::header::CONTENT_TYPE;
-use axum::routing::get;
-use axum::{Router, middleware};
-use driftless_http::listen::{Limits, serve_http};
+use driftless_http::Server;
 use driftless_http::metrics::{self, Page};
-use driftless_http::{Server, Threads, Token, check_exposure};
 
 use driftless_trainer::door::Listen;
 use driftless_trainer::events::{Alert, Event, Fact, Sink};
@@ -19,8 +15,6 @@ use crate::scalars;
 
 /// What stands before every name.
 const PREFIX: &str = "driftless_trainer";
-/// The server's threads.
-const THREADS: Threads = Threads { io: 1, blocking: 1 };
 /// Where an engine of the fleet may be.
 const PHASES: [&str; 5] = ["joining", "syncing", "serving", "draining", "lost"];
 
@@ -59,15 +53,9 @@ impl Prometheus {
     /// # Errors
     /// [`Error::MetricsListen`]: an address beyond loopback without a token, or one that cannot be had.
     pub fn serve(&self, listen: &Listen) -> Result<Server> {
-        let refused = |source| Error::MetricsListen { source };
-        check_exposure("metrics_listen", listen.addr, listen.token.as_deref()).map_err(refused)?;
-        let (token, told) = (Token::new(listen.token.clone()), self.clone());
-        let page = move || std::future::ready(([(CONTENT_TYPE, metrics::CONTENT_TYPE)], told.page()));
-        let router = Router::new()
-            .route("/metrics", get(page))
-            .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)));
-        let serving = |listener, _: &_| Ok(serve_http(listener, Limits::default(), router));
-        Server::start("metrics-http", listen.addr, THREADS, serving).map_err(refused)
+        let told = self.clone();
+        metrics::serve("metrics_listen", listen.addr, listen.token.clone(), move || told.page())
+            .map_err(|source| Error::MetricsListen { source })
     }
 
     /// The page as it is now.

@@ -2,6 +2,16 @@
 //! 0.0.4).
 
 use std::fmt::{Arguments, Display, Write as _};
+#[cfg(feature = "serve")]
+use std::net::SocketAddr;
+
+#[cfg(feature = "serve")]
+use crate::{
+    Result, Server, Threads, Token, check_exposure,
+    listen::{Limits, serve_http},
+};
+#[cfg(feature = "serve")]
+use axum::{Router, http::header, middleware, routing::get};
 
 /// The `Content-Type` of a page.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -57,6 +67,28 @@ impl Page {
         // Writing to a string cannot fail.
         let _ = writeln!(self.text, "{line}");
     }
+}
+
+/// Serves what `page` writes as `GET /metrics` at `addr`, where port 0 takes a free one, until the server is dropped.
+///
+/// # Errors
+/// [`Error::BadSetting`](crate::Error::BadSetting) for an address beyond loopback without a token, under the name `what`;
+/// [`Error::Listen`](crate::Error::Listen) if it cannot be had.
+#[cfg(feature = "serve")]
+pub fn serve<F>(what: &'static str, addr: SocketAddr, token: Option<String>, page: F) -> Result<Server>
+where
+    F: Fn() -> String + Clone + Send + Sync + 'static,
+{
+    check_exposure(what, addr, token.as_deref())?;
+    let token = Token::new(token);
+    let page = move || std::future::ready(([(header::CONTENT_TYPE, CONTENT_TYPE)], page()));
+    let router = Router::new()
+        .route("/metrics", get(page))
+        .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)));
+    let threads = Threads { io: 1, blocking: 1 };
+    Server::start("metrics-http", addr, threads, |listener, _| {
+        Ok(serve_http(listener, Limits::default(), router))
+    })
 }
 
 /// A label's value as the format wants it inside quotes.

@@ -64,9 +64,9 @@ pub(super) const HOUSES: &[House] = &[
         below: &[],
         lines_max: LINES_MAX,
         floors: &[
-            &["error", "listen", "metrics", "origin"],
+            &["error", "listen", "origin"],
             &["runtime", "server"],
-            &["client"],
+            &["client", "metrics"],
             &["notify"],
         ],
     },
