@@ -70,6 +70,13 @@ impl Served {
         self.send(request, BEARER, body.to_string().as_bytes())
     }
 
+    /// The value of a sample of its figures.
+    fn counted(&self, sample: &str) -> Option<u64> {
+        let page = self.gateway.counts().page();
+        let value = page.lines().find_map(|line| line.strip_prefix(&format!("driftless_gateway_{sample} ")));
+        value.map(|value| value.parse().unwrap())
+    }
+
     /// What is heard where nothing is sent but the head.
     fn head_only(&self, request: &str, headers: &str) -> Heard {
         hear(self.open(request, headers, b""))
@@ -184,9 +191,16 @@ fn load_is_shed_before_a_body_is_read() {
     assert_eq!((shed.status, &shed.json()["error"]["type"]), (529, &json!("overloaded_error")));
     // A client that has sent much of it hears the same.
     assert_eq!(served.send(CHAT, BEARER, &[b' '; 4 << 20]).status, 503);
+    assert_eq!(served.counted("asks_under_way"), Some(1), "what is shed is not under way");
     served.scripted.release();
     assert_eq!(hear(waiting).status, 200);
     assert_eq!(served.post(CHAT, &said("now")).status, 200, "its place is free again");
+    for (protocol, status, count) in [("chat", 503, 2), ("messages", 529, 1), ("chat", 200, 2)] {
+        let sample = format!("replies_total{{protocol=\"{protocol}\",status=\"{status}\"}}");
+        assert_eq!(served.counted(&sample), Some(count), "{sample}");
+    }
+    assert_eq!(served.counted("asks_total{outcome=\"answered\"}"), Some(2));
+    assert_eq!(served.counted("asks_under_way"), Some(0));
 }
 
 #[test]
@@ -277,6 +291,8 @@ fn refusals_of_the_session_reach_clients() {
     }
     assert_eq!(served.post(CHAT, &said("panic")).status, 500, "one request's trouble is its own");
     assert_eq!(served.post(CHAT, &said("hello")).status, 200);
+    assert_eq!(served.counted("asks_total{outcome=\"context\"}"), Some(4));
+    assert_eq!(served.counted("asks_under_way"), Some(0), "not that either");
 }
 
 #[test]

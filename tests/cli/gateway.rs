@@ -192,7 +192,11 @@ fn what_was_asked_and_answered_is_counted() {
     for (name, value) in [("answered", 1.0), ("context", 1.0), ("busy", 0.0), ("broken", 0.0)] {
         assert_eq!(told(&format!("asks_total{{outcome=\"{name}\"}}")), value, "{name}: {page}");
     }
-    assert_eq!((told("keys_refused_total"), told("asks_under_way")), (1.0, 0.0), "{page}");
+    for (status, count) in [(200, 1.0), (400, 2.0), (401, 1.0)] {
+        let name = format!("replies_total{{protocol=\"chat\",status=\"{status}\"}}");
+        assert_eq!(told(&name), count, "{status}: {page}");
+    }
+    assert_eq!(told("asks_under_way"), 0.0, "{page}");
     let tokens = ["prompt_tokens", "completion_tokens"];
     for name in tokens {
         assert_eq!(Some(told(&format!("{name}_total"))), usage[name].as_f64(), "{page}");

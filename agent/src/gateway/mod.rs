@@ -4,6 +4,7 @@
 //! the session. A key is checked, and room for the request found, before a byte of its body is read. An answer is drawn to
 //! its end whether or not its client still waits: who asks again gets it.
 
+mod counts;
 mod routes;
 mod stream;
 
@@ -16,6 +17,8 @@ use driftless_http::{Server, Threads};
 
 use crate::error::{Error, Result};
 use crate::message::Converse;
+
+pub use counts::Counts;
 
 /// Its threads. Those that block read conversations: a first turn with tools that are new takes some hundred times a later
 /// one, which does not wait for it.
@@ -52,6 +55,7 @@ impl GatewayOptions {
 #[derive(Debug)]
 pub struct Gateway {
     http: Server,
+    counts: Counts,
 }
 
 impl Gateway {
@@ -61,16 +65,23 @@ impl Gateway {
     /// [`Error::Http`] if the address cannot be had.
     pub fn start(addr: SocketAddr, options: GatewayOptions, converse: Arc<dyn Converse>) -> Result<Self> {
         let limits = Limits::default().with_connections(options.asks_max.saturating_add(SPARE_CONNECTIONS));
-        let router = routes::router(options, converse);
+        let counts = Counts::default();
+        let router = routes::router(options, converse, counts.clone());
         let http = Server::start("gateway", addr, THREADS, |listener, _| {
             Ok::<_, Error>(serve_http(listener, limits, router))
         })?;
-        Ok(Self { http })
+        Ok(Self { http, counts })
     }
 
     /// The address that it listens on.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.http.addr()
+    }
+
+    /// What it was asked and has answered, while that goes on.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.counts.clone()
     }
 }

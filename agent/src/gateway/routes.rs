@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 
+use super::counts::Counts;
 use super::{GatewayOptions, stream};
 use crate::message::{Answer, Converse, Refusal};
 use crate::wire::{Fault, Frame, Hints, Protocol, ToolCache};
@@ -32,6 +33,7 @@ struct Shared {
     replies: AtomicU64,
     begun: u128,
     tools: ToolCache,
+    counts: Counts,
 }
 
 /// What a request that was let in comes with.
@@ -47,11 +49,12 @@ struct Entered {
 /// An answer on its way.
 pub(super) type Awaited = oneshot::Receiver<Result<Answer, Refusal>>;
 
-pub(super) fn router(options: GatewayOptions, converse: Arc<dyn Converse>) -> Router {
+pub(super) fn router(options: GatewayOptions, converse: Arc<dyn Converse>, counts: Counts) -> Router {
     let (places, bytes_max) = (Semaphore::new(options.asks_max), options.body_bytes_max);
     let begun = now().as_nanos();
     let (replies, tools) = (AtomicU64::new(0), ToolCache::default());
-    let shared = Arc::new(Shared { options, converse, places: Arc::new(places), replies, begun, tools });
+    let shared =
+        Arc::new(Shared { options, converse, places: Arc::new(places), replies, begun, tools, counts });
     let answering = |protocol| {
         let answer =
             async move |State(shared): State<Arc<Shared>>,
@@ -89,13 +92,16 @@ pub(super) fn router(options: GatewayOptions, converse: Arc<dyn Converse>) -> Ro
         .layer(DefaultBodyLimit::max(bytes_max))
 }
 
-/// Refuses what a page from elsewhere may have a browser ask.
+/// Refuses what a page from elsewhere may have a browser ask, and counts what is replied.
 async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
-    if is_ours(request.headers(), shared.options.is_open) {
-        return next.run(request).await;
-    }
-    let words = "the Host or the Origin is not this gateway's";
-    told(protocol_of(request.uri().path()).fault(403, None, words))
+    let protocol = protocol_of(request.uri().path());
+    let reply = if is_ours(request.headers(), shared.options.is_open) {
+        next.run(request).await
+    } else {
+        told(protocol.fault(403, None, "the Host or the Origin is not this gateway's"))
+    };
+    shared.counts.replied(protocol, reply.status().as_u16());
+    reply
 }
 
 /// Lets in who has the session's key, if there is room. What is refused here has not been read.
@@ -169,7 +175,10 @@ impl Shared {
     fn begin(self: Arc<Self>, entered: Entered, ask: crate::message::Ask) -> Awaited {
         let (sender, receiver) = oneshot::channel();
         tokio::spawn(async move {
+            let (under_way, begin) = (self.counts.began(), Instant::now());
             let answer = self.converse.ask(&entered.session, ask).await;
+            self.counts.ended(&answer, begin.elapsed());
+            drop(under_way);
             if let Err(refusal) = &answer {
                 tracing::debug!(session = entered.session, %refusal, "a request was refused");
             }

@@ -1,6 +1,5 @@
 //! `driftless gateway`: agents talk to the policy, by OpenAI's and Anthropic's protocols.
 
-mod counted;
 mod engines;
 mod key;
 mod open;
@@ -10,7 +9,6 @@ use crate::cli::shared::output::Output;
 use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
 use crate::cli::shared::{keys, numbers, paths};
 use crate::cli::train::evaluation::DrawArgs;
-use counted::Counted;
 use driftless::agent::Family;
 use driftless::agent::gateway::{Gateway, GatewayOptions};
 use driftless::agent::session::{Sample, Thoughts};
@@ -125,11 +123,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let family = Family::open(&args.hf_checkpoint)?;
     let sessions = sessions(&args, family, args.engines()?, false)?;
     let options = GatewayOptions::new(token.is_none());
-    let counted = Counted::new(Open::new(sessions, token.clone(), now));
-    let counts = counted.counts();
+    let gateway = Gateway::start(args.listen, options, Arc::new(Open::new(sessions, token.clone(), now)))?;
+    let counts = gateway.counts();
     let listen = |addr| metrics::serve(METRICS, addr, token, move || counts.page());
     let watched = args.metrics_listen.map(listen).transpose()?;
-    let gateway = Gateway::start(args.listen, options, Arc::new(counted))?;
     let url = format!("http://{}", gateway.addr());
     let page = watched.as_ref().map(|server| format!("http://{}/metrics", server.addr()));
     output.print(&json!({ "url": url, "metrics": page }), |_| {

@@ -1,0 +1,117 @@
+//! What clients asked and what became of it, as a page for Prometheus.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use driftless_http::metrics::Page;
+
+use crate::message::{Answer, Refusal};
+use crate::wire::Protocol;
+
+/// What stands before every name.
+const PREFIX: &str = "driftless_gateway";
+/// What becomes of an ask that is answered; the others have their refusal's name.
+const ANSWERED: &str = "answered";
+/// All that an ask may come to, so that each is on the page from the start.
+const OUTCOMES: [&str; 7] = [ANSWERED, "invalid", "unknown", "context", "over", "busy", "broken"];
+
+/// What a gateway was asked and has answered since it began. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Counts(Arc<Mutex<Sums>>);
+
+#[derive(Debug, Default)]
+struct Sums {
+    /// Replies by protocol and status.
+    replies: BTreeMap<(&'static str, u16), u64>,
+    under_way: u64,
+    outcomes: BTreeMap<&'static str, u64>,
+    time: Duration,
+    prompt: u64,
+    cached: u64,
+    completion: u64,
+    reasoning: u64,
+}
+
+/// An ask that is under way until this is dropped.
+pub(super) struct UnderWay(Counts);
+
+impl Counts {
+    /// The page as it is now, in Prometheus's text format 0.0.4.
+    #[must_use]
+    pub fn page(&self) -> String {
+        let (sums, mut page) = (self.lock(), Page::new(PREFIX));
+        page.family("replies_total", "counter", "Replies by the client's protocol and their HTTP status.");
+        for ((protocol, status), count) in &sums.replies {
+            let status = status.to_string();
+            page.sample("replies_total", &[("protocol", protocol), ("status", &status)], count);
+        }
+        page.gauge(
+            "asks_under_way",
+            "Answers that are being drawn, those without a client included.",
+            sums.under_way,
+        );
+        page.family("asks_total", "counter", "Asks that sessions have ended, by what became of them.");
+        for outcome in OUTCOMES {
+            let count = sums.outcomes.get(outcome).copied().unwrap_or_default();
+            page.sample("asks_total", &[("outcome", outcome)], count);
+        }
+        page.counter("ask_seconds_total", "Time that these took.", sums.time.as_secs_f64());
+        page.counter("prompt_tokens_total", "Tokens that answers were drawn behind.", sums.prompt);
+        page.counter("cached_tokens_total", "Those of them that their session had before.", sums.cached);
+        page.counter("completion_tokens_total", "Tokens of answers.", sums.completion);
+        page.counter("reasoning_tokens_total", "Those of them that are thoughts.", sums.reasoning);
+        page.into_text()
+    }
+
+    /// Counts a reply.
+    pub(super) fn replied(&self, protocol: Protocol, status: u16) {
+        let name = match protocol {
+            Protocol::Chat => "chat",
+            Protocol::Responses => "responses",
+            Protocol::Messages => "messages",
+        };
+        *self.lock().replies.entry((name, status)).or_default() += 1;
+    }
+
+    /// Counts an ask as under way.
+    pub(super) fn began(&self) -> UnderWay {
+        self.lock().under_way += 1;
+        UnderWay(self.clone())
+    }
+
+    /// Counts an ask that came to its end after `time`.
+    pub(super) fn ended(&self, outcome: &Result<Answer, Refusal>, time: Duration) {
+        let mut sums = self.lock();
+        *sums.outcomes.entry(name(outcome)).or_default() += 1;
+        sums.time += time;
+        if let Ok(answer) = outcome {
+            sums.prompt += answer.prompt_tokens;
+            sums.cached += answer.cached_tokens;
+            sums.completion += answer.completion_tokens;
+            sums.reasoning += answer.reasoning_tokens;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Sums> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn name(outcome: &Result<Answer, Refusal>) -> &'static str {
+    match outcome {
+        Ok(_) => ANSWERED,
+        Err(Refusal::Invalid(_)) => "invalid",
+        Err(Refusal::Unknown(_)) => "unknown",
+        Err(Refusal::ContextFull { .. }) => "context",
+        Err(Refusal::Over(_)) => "over",
+        Err(Refusal::Busy(_)) => "busy",
+        Err(Refusal::Broken(_)) => "broken",
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.lock().under_way -= 1;
+    }
+}
