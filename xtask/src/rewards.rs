@@ -25,13 +25,14 @@ struct Home {
 const HOMES: [&Home; 5] = [&REWARDS, &VERIFIERS, &TOOLS, &FAMILIES, &OPENENV];
 
 const REWARDS: Home = Home {
-    name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0",
+    name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0-opentelemetry-proto-1.45.2",
     packages: &[
         "math-verify==0.9.0",
         "reasoning-gym==0.1.25",
         "tensorboard==2.21.0",
         "openai==3.57.0",
         "anthropic==2.14.0",
+        "opentelemetry-proto==1.45.2",
     ],
     bare: &[],
     programs: &[],

@@ -44,7 +44,7 @@ impl Counts {
         page.family("replies_total", "counter", "Replies by the client's protocol and their HTTP status.");
         for ((protocol, status), count) in &sums.replies {
             let status = status.to_string();
-            page.sample("replies_total", &[("protocol", protocol), ("status", &status)], count);
+            page.sample(&[("protocol", protocol), ("status", &status)], count);
         }
         page.gauge(
             "asks_under_way",
@@ -54,7 +54,7 @@ impl Counts {
         page.family("asks_total", "counter", "Asks that sessions have ended, by what became of them.");
         for outcome in OUTCOMES {
             let count = sums.outcomes.get(outcome).copied().unwrap_or_default();
-            page.sample("asks_total", &[("outcome", outcome)], count);
+            page.sample(&[("outcome", outcome)], count);
         }
         page.counter("ask_seconds_total", "Time that these took.", sums.time.as_secs_f64());
         page.counter("prompt_tokens_total", "Tokens that answers were drawn behind.", sums.prompt);
@@ -113,5 +113,31 @@ fn name(outcome: &Result<Answer, Refusal>) -> &'static str {
 impl Drop for UnderWay {
     fn drop(&mut self) {
         self.0.lock().under_way -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_family_is_in_the_docs() {
+        let (counts, docs) = (Counts::default(), include_str!("../../../docs/agents.md"));
+        let page = counts.page();
+        let names: Vec<_> =
+            page.lines().filter_map(|line| line.strip_prefix("# TYPE driftless_gateway_")).collect();
+        assert_eq!(names.len(), 8, "{page}");
+        for name in names.iter().filter_map(|line| line.split(' ').next()) {
+            assert!(docs.contains(&format!("`{name}`")), "{name} in docs/agents.md");
+        }
+    }
+
+    #[test]
+    fn an_ask_that_is_dropped_is_no_longer_under_way() {
+        let counts = Counts::default();
+        let dropped = counts.began();
+        assert!(counts.page().contains("asks_under_way 1\n"));
+        drop(dropped);
+        assert!(counts.page().contains("asks_under_way 0\n"));
     }
 }

@@ -8,7 +8,7 @@ use crate::cli::shared::output::say;
 use crate::cli::shared::{keys, paths};
 use clap::ArgGroup;
 use driftless::http::Server;
-use driftless::observe::{Prometheus, TensorBoard};
+use driftless::observe::{Otlp, Prometheus, TensorBoard};
 use driftless::trainer::door::Listen;
 use driftless::trainer::events::Sink;
 use std::net::SocketAddr;
@@ -28,6 +28,10 @@ pub(super) struct WatchArgs {
     /// Address at which Prometheus reads the run's figures: GET /metrics. Port 0 as above.
     #[arg(long, value_name = "ADDR:PORT")]
     metrics_listen: Option<SocketAddr>,
+    /// Collector of OpenTelemetry that gets the same figures with each step, such as http://127.0.0.1:4318: OTLP over HTTP, in
+    /// JSON. What it wants as headers stands in OTEL_EXPORTER_OTLP_HEADERS.
+    #[arg(long, value_name = "URL")]
+    otlp_endpoint: Option<String>,
     /// File holding the token that viewers and Prometheus have to bring; needed to listen beyond loopback [default:
     /// DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE", requires = "watched")]
@@ -48,6 +52,7 @@ impl WatchArgs {
             ("--tensorboard-dir", self.tensorboard_dir.is_some()),
             ("--dashboard", self.dashboard.is_some()),
             ("--metrics-listen", self.metrics_listen.is_some()),
+            ("--otlp-endpoint", self.otlp_endpoint.is_some()),
         ];
         match asked.into_iter().find(|(_, asked)| *asked) {
             Some((flag, _)) => Err(Error::usage(flag, "a run that generates", "--loss-type sft_loss")),
@@ -74,6 +79,10 @@ impl WatchArgs {
             say(&format!("rl: metrics at http://{}/metrics", server.addr()));
             watched.sinks.push(Box::new(page));
             watched.servers.push(server);
+        }
+        if let Some(endpoint) = &self.otlp_endpoint {
+            let headers = std::env::var("OTEL_EXPORTER_OTLP_HEADERS").unwrap_or_default();
+            watched.sinks.push(Box::new(Otlp::new(run, endpoint, &headers)?));
         }
         Ok(watched)
     }

@@ -61,13 +61,18 @@ impl Prometheus {
     /// The page as it is now.
     #[must_use]
     pub fn page(&self) -> String {
+        self.figures().into_text()
+    }
+
+    /// What stands on it.
+    pub(crate) fn figures(&self) -> Page {
         let (state, mut page) = (self.lock(), Page::new(PREFIX));
         state.run(&mut page);
         state.fleet(&mut page);
         if let Some(step) = &state.last {
             step_figures(&mut page, step);
         }
-        page.into_text()
+        page
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -102,7 +107,7 @@ impl Sink for Prometheus {
 impl State {
     fn run(&self, page: &mut Page) {
         page.family("info", "gauge", "The run's name; always 1.");
-        page.sample("info", &[("run", &self.run)], 1);
+        page.sample(&[("run", &self.run)], 1);
         if let Some((done, of)) = self.steps {
             page.gauge("steps_done", "Steps that are complete, those of earlier processes included.", done);
             page.gauge("steps", "Steps of the whole run.", of);
@@ -112,7 +117,7 @@ impl State {
         page.counter("events_missed_total", "Events that this page was too slow for.", self.missed);
         page.family("alert", "gauge", "Whether something spoils the run without ending it, by what.");
         for alert in Alert::ALL.map(Alert::name) {
-            page.sample("alert", &[("alert", alert)], u8::from(self.alerts.contains(alert)));
+            page.sample(&[("alert", alert)], u8::from(self.alerts.contains(alert)));
         }
     }
 
@@ -127,14 +132,14 @@ impl State {
         page.family("engines", "gauge", "Engines of the fleet, by phase.");
         for phase in PHASES {
             let engines = self.engines.values().filter(|found| **found == phase).count();
-            page.sample("engines", &[("phase", phase)], engines);
+            page.sample(&[("phase", phase)], engines);
         }
         if self.engines.is_empty() {
             return;
         }
         page.family("engine_phase", "gauge", "The phase that an engine is in; always 1.");
         for (engine, phase) in &self.engines {
-            page.sample("engine_phase", &[("engine", engine), ("phase", phase)], 1);
+            page.sample(&[("engine", engine), ("phase", phase)], 1);
         }
     }
 }
@@ -168,7 +173,7 @@ fn step_figures(page: &mut Page, step: &StepMetrics) {
         page.family(&name, kind, &help);
         for (labels, value) in samples {
             let labels: Vec<_> = labels.iter().map(|(name, value)| (*name, value.as_str())).collect();
-            page.sample(&name, &labels, value);
+            page.sample(&labels, value);
         }
     }
     page.family(
@@ -177,7 +182,7 @@ fn step_figures(page: &mut Page, step: &StepMetrics) {
         "Tokens of the last step, by how many steps older their weights were.",
     );
     for (steps, tokens) in step.staleness.iter().enumerate() {
-        page.sample("staleness_tokens", &[("steps", &steps.to_string())], tokens);
+        page.sample(&[("steps", &steps.to_string())], tokens);
     }
 }
 

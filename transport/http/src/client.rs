@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{ClientBuilder, Method, RequestBuilder, StatusCode, Url, redirect};
 use tokio::runtime::Handle;
 
@@ -29,7 +30,7 @@ pub fn client_builder(connect: Duration) -> ClientBuilder {
 /// A client; its calls may be made from any thread but those of the [`runtime`] that drives them.
 pub struct Client {
     client: reqwest::Client,
-    token: Option<String>,
+    headers: HeaderMap,
     pub(crate) runtime: Handle,
 }
 
@@ -63,19 +64,30 @@ impl Client {
     /// # Errors
     /// [`Error::Start`] if the threads of this process's connections cannot be started.
     pub fn new(token: Option<&str>) -> Result<Self> {
+        let bearer = token.map(|token| ("authorization".to_owned(), format!("Bearer {token}")));
+        Self::with_headers(bearer)
+    }
+
+    /// A client that brings these headers, by name and value, with every request.
+    ///
+    /// # Errors
+    /// [`Error::BadSetting`] for what no header may be, without its value, which may be a secret. [`Error::Start`] as above.
+    pub fn with_headers(headers: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
+        let header = |(name, value): (String, String)| {
+            let pair = HeaderName::try_from(&name).ok().zip(HeaderValue::try_from(value).ok());
+            let (expected, found) = ("the name and the value of an HTTP header".to_owned(), name);
+            pair.ok_or(Error::BadSetting { name: "headers", expected, found })
+        };
+        let headers = headers.into_iter().map(header).collect::<Result<HeaderMap>>()?;
         let start = |source| Error::Start { source };
         let client = client_builder(CONNECT_DEADLINE).build();
         let client = client.map_err(|error| start(io::Error::other(error)))?;
         let runtime = runtime::handle().map_err(start)?;
-        Ok(Self { client, token: token.map(str::to_owned), runtime })
+        Ok(Self { client, headers, runtime })
     }
 
     pub(crate) fn request(&self, method: Method, url: Url) -> RequestBuilder {
-        let request = self.client.request(method, url);
-        match &self.token {
-            Some(token) => request.bearer_auth(token),
-            None => request,
-        }
+        self.client.request(method, url).headers(self.headers.clone())
     }
 
     /// Reads `url`, at most `bytes_max` bytes, and has `arrived` hear how many came; `range` is the header's value.

@@ -122,7 +122,7 @@ fn identity(page: &mut Page, status: &Status) {
     let run_id = status.run_id.map(|id| id.to_string()).unwrap_or_default();
     let labels =
         [("follower", &*status.id), ("run", &status.run), ("run_id", &run_id), ("model", &status.model)];
-    page.sample("info", &labels, 1);
+    page.sample(&labels, 1);
 }
 
 fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant) {
@@ -149,7 +149,7 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     for (phase, time) in
         [("journal", applied.journal), ("overwrite", applied.overwrite), ("sync", applied.sync)]
     {
-        page.sample("apply_seconds_total", &[("phase", phase)], time.as_secs_f64());
+        page.sample(&[("phase", phase)], time.as_secs_f64());
     }
     page.family(
         "phase_seconds_total",
@@ -157,12 +157,12 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
         "Time of phases of versions; one begins where another ends.",
     );
     for (phase, ms) in &counters.phases {
-        page.sample("phase_seconds_total", &[("phase", phase)], ms / 1e3);
+        page.sample(&[("phase", phase)], ms / 1e3);
     }
     if let Some(last) = status.applied.as_ref().and_then(|ack| ack.phases.last()) {
         page.family("last_phase_seconds", "gauge", "The same of the last version.");
         for (phase, ms) in last.of_host().into_iter().chain(last.of_engine()) {
-            page.sample("last_phase_seconds", &[("phase", phase)], ms / 1e3);
+            page.sample(&[("phase", phase)], ms / 1e3);
         }
     }
     page.counter("prepare_failures_total", "Prepares that failed.", counters.prepare_failures);
@@ -182,7 +182,7 @@ fn traffic(page: &mut Page, store: &Counts) {
     page.family("store_requests_total", "counter", "Calls of the store, failed ones included.");
     let calls = [("put", store.puts), ("get", store.gets), ("head", store.heads)];
     for (operation, count) in calls.into_iter().chain([("list", store.lists), ("delete", store.deletes)]) {
-        page.sample("store_requests_total", &[("operation", operation)], count);
+        page.sample(&[("operation", operation)], count);
     }
     page.counter("store_read_bytes_total", "Bytes read from the store.", store.bytes_got);
     page.counter("store_written_bytes_total", "Bytes written to the store.", store.bytes_put);
@@ -199,7 +199,7 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     let mut each = |name, kind, help, value: &dyn Fn(&super::EngineStatus) -> f64| {
         page.family(name, kind, help);
         for engine in engines {
-            page.sample(name, &[("engine", &engine.url)], value(engine));
+            page.sample(&[("engine", &engine.url)], value(engine));
         }
     };
     each("engine_in_step", "gauge", "Whether the engine serves the version on disk.", &|engine| {
@@ -410,6 +410,11 @@ mod tests {
         assert_eq!(value(&page, "engine_paused", &a), Some(1.0));
         assert_eq!(value(&page, "engine_paused", &[("engine", "b\\\n")]), Some(0.0));
         assert_eq!(value(&page, "activation_failures_total", &[("engine", "b\\\n")]), Some(1.0));
+        let docs = include_str!("../../../docs/wire/follower.md");
+        for (name, _) in parse(&page).keys() {
+            let name = name.trim_start_matches("driftless_follower_");
+            assert!(docs.contains(&format!("`{name}`")), "{name} in docs/wire/follower.md");
+        }
         let who = [("follower", "host \"0\""), ("run", "r"), ("run_id", ""), ("model", "policy")];
         assert_eq!(value(&page, "info", &who), Some(1.0));
     }

@@ -220,7 +220,7 @@ pub(super) const HOUSES: &[House] = &[
         name: "driftless-observe",
         below: &["driftless-http", "driftless-trainer"],
         lines_max: LINES_MAX,
-        floors: &[&["scalars"], &["prometheus", "tensorboard"]],
+        floors: &[&["scalars"], &["prometheus", "tensorboard"], &["otlp"]],
     },
     House {
         name: "driftless-torch",

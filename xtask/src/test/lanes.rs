@@ -158,12 +158,12 @@ pub(super) const LANES: &[Lane] = &[
     },
     Lane {
         name: "rewards",
-        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers and OpenEnv, tools of MCP, a page as a server of MCP",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym, event files with tensorboard, figures with opentelemetry, the gateway with the vendors' clients, families of models with transformers and renderers, environments of verifiers and OpenEnv, tools of MCP, a page as a server of MCP",
         needs: &[Need::Rewards],
         programs: Tests::Some(&[
             "trainer::hooks",
             "trainer::hooked",
-            "observe::tensorboard",
+            "observe::sinks",
             "agent::gateway",
             "driftless::cli",
         ]),
@@ -434,7 +434,7 @@ fn with_rewards(context: &Context) -> Result<()> {
     context.logged(Command::new(&python).args(pairs))?;
     let mut hooks = context.program("trainer::hooks")?;
     context.some(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", &python))?;
-    context.some(context.program("observe::tensorboard")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
+    context.some(context.program("observe::sinks")?.env("DRIFTLESS_REWARDS_PYTHON", &python))?;
     let mut clients = context.program("agent::gateway")?;
     context.some(clients.args(["--nocapture", "vendors_clients"]).env("DRIFTLESS_CLIENTS_PYTHON", python))?;
     let (python, templates) = rewards::families(&crate::cache_dir()?);
