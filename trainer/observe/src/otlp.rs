@@ -92,7 +92,8 @@ fn read_headers(text: &str) -> Result<Vec<(String, String)>> {
 
 /// The request for a page. Times are milliseconds since 1970.
 fn body(run: &str, page: &Page, begun_ms: u64, at_ms: u64) -> Value {
-    let metrics: Vec<_> = page.families().iter().map(|family| metric(family, begun_ms, at_ms)).collect();
+    let metrics: Vec<_> =
+        page.families().iter().filter_map(|family| metric(family, begun_ms, at_ms)).collect();
     let resource = [attribute("service.name", "driftless"), attribute("driftless.run", run)];
     json!({"resourceMetrics": [{
         "resource": {"attributes": resource},
@@ -103,7 +104,8 @@ fn body(run: &str, page: &Page, begun_ms: u64, at_ms: u64) -> Value {
     }]})
 }
 
-fn metric(family: &Family, begun_ms: u64, at_ms: u64) -> Value {
+/// A family, if it has a sample that the protocol can say.
+fn metric(family: &Family, begun_ms: u64, at_ms: u64) -> Option<Value> {
     let nanoseconds = |ms: u64| format!("{ms}000000");
     let point = |sample: &Sample| {
         // JSON has no number for what is not finite.
@@ -115,6 +117,9 @@ fn metric(family: &Family, begun_ms: u64, at_ms: u64) -> Value {
         }))
     };
     let points: Vec<_> = family.samples.iter().filter_map(point).collect();
+    if points.is_empty() {
+        return None;
+    }
     let mut metric = json!({"name": family.name, "description": family.help});
     if family.kind == "counter" {
         let sum = json!({"dataPoints": points, "aggregationTemporality": CUMULATIVE, "isMonotonic": true});
@@ -122,7 +127,7 @@ fn metric(family: &Family, begun_ms: u64, at_ms: u64) -> Value {
     } else {
         metric["gauge"] = json!({ "dataPoints": points });
     }
-    metric
+    Some(metric)
 }
 
 fn attribute(name: &str, value: &str) -> Value {
@@ -154,6 +159,7 @@ mod tests {
         page.family("phase", "gauge", "Where.");
         page.sample(&[("engine", "e")], 1);
         page.sample(&[("engine", "f")], f64::NAN);
+        page.family("of_none", "gauge", "Of nothing.");
         page.counter("lost_total", "How often.", 3);
         let body = body("r", &page, 1, 2);
         let metrics = &body["resourceMetrics"][0]["scopeMetrics"][0]["metrics"];

@@ -165,6 +165,7 @@ pub(super) const LANES: &[Lane] = &[
             "trainer::hooked",
             "observe::sinks",
             "agent::gateway",
+            "agent::sessions",
             "driftless::cli",
         ]),
         takes: &[],
