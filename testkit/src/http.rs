@@ -10,7 +10,7 @@ pub fn exchange(addr: SocketAddr, request: &str, headers: &str, body: &str) -> (
     let mut stream = TcpStream::connect(addr).unwrap();
     // A server that says nothing fails the test.
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    let host = if headers.contains("host: ") { "" } else { "\r\nhost: x" };
+    let host = if headers.contains("host: ") { String::new() } else { format!("\r\nhost: {addr}") };
     let head = format!("HTTP/1.1{host}\r\nconnection: close");
     let length = body.len();
     let sent = format!("{request} {head}\r\n{headers}content-length: {length}\r\n\r\n{body}");

@@ -52,6 +52,27 @@ struct Served {
     metrics: Option<String>,
 }
 
+/// A gateway whose token is `secret`, and what it needs; its engine says `a`.
+struct Guarded {
+    served: Served,
+    token: PathBuf,
+    model: PathBuf,
+    _fake: Fake,
+    dir: tempfile::TempDir,
+}
+
+fn guarded(flags: &[&str]) -> Guarded {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    fake.engine().tokens = vec![id('a')];
+    let token = dir.path().join("token");
+    std::fs::write(&token, "secret\n").expect("a file");
+    let file = token.display().to_string();
+    let served = serve_with(dir.path(), &model, &fake, &[flags, &["--token-file", &file]].concat());
+    Guarded { served, token, model, _fake: fake, dir }
+}
+
 fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
     serve_with(dir, model, fake, &[])
 }
@@ -165,25 +186,18 @@ fn figures(served: &Served, headers: &str) -> (u16, String) {
 
 #[test]
 fn what_was_asked_and_answered_is_counted() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let model = model(&dir.path().join("model"));
-    let fake = Fake::start(&model);
-    fake.engine().tokens = vec![id('a')];
-    let file = dir.path().join("token");
-    std::fs::write(&file, "secret\n").expect("a file");
-    let watched = ["--metrics-listen", "127.0.0.1:0", "--token-file", &file.display().to_string()];
-    let served = serve_with(dir.path(), &model, &fake, &watched);
+    let Guarded { served, .. } = &guarded(&["--metrics-listen", "127.0.0.1:0"]);
     let key = "x-api-key: secret\r\n";
     let one = json!([{"role": "user", "content": "hi"}]);
-    let (status, body) = post(&served, CHAT, key, &one);
+    let (status, body) = post(served, CHAT, key, &one);
     let usage = serde_json::from_str::<Value>(&body).expect("JSON")["usage"].clone();
     assert_eq!(status, 200, "{body}");
     let long = json!([{"role": "user", "content": "hi ".repeat(4096)}]);
     for (headers, messages, refused) in [("", &one, 401), (key, &long, 400), (key, &json!([]), 400)] {
-        assert_eq!(post(&served, CHAT, headers, messages).0, refused);
+        assert_eq!(post(served, CHAT, headers, messages).0, refused);
     }
-    assert_eq!(figures(&served, "").0, 401, "the page wants the token, too");
-    let (status, page) = figures(&served, "authorization: Bearer secret\r\n");
+    assert_eq!(figures(served, "").0, 401, "the page wants the token, too");
+    let (status, page) = figures(served, "authorization: Bearer secret\r\n");
     assert_eq!(status, 200, "{page}");
     let told = |name: &str| {
         let value = page.lines().find_map(|line| line.strip_prefix(&format!("driftless_gateway_{name} ")));
@@ -251,14 +265,7 @@ fn check_key(served: &Served, token: &Path) {
 
 #[test]
 fn a_token_opens_sessions_of_any_name() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let model = model(&dir.path().join("model"));
-    let fake = Fake::start(&model);
-    fake.engine().tokens = vec![id('a')];
-    let file = dir.path().join("token");
-    std::fs::write(&file, "secret\n").expect("a file");
-    let others = ["--listen", "0.0.0.0:0", "--token-file", &file.display().to_string()];
-    let served = serve_with(dir.path(), &model, &fake, &others);
+    let Guarded { served, token, model, dir, .. } = guarded(&["--listen", "0.0.0.0:0"]);
     let messages = json!([{"role": "user", "content": "hi"}]);
     for key in ["", "authorization: Bearer other\r\n"] {
         assert_eq!(post(&served, CHAT, key, &messages).0, 401, "{key}");
@@ -269,7 +276,7 @@ fn a_token_opens_sessions_of_any_name() {
         assert_eq!(status, 200, "{body}");
     }
     assert_eq!(post(&served, "POST /s/a%20b/v1/messages", key, &messages).0, 401, "no name");
-    check_key(&served, &file);
+    check_key(&served, &token);
     assert!(served.process.output().contains("go in clear text"), "a warning: it listens for other hosts");
     let other = post(&served, "POST /s/task-3/v1/chat/completions", key, &messages);
     assert_eq!((other.0, close(&served, "task-3", key).0), (200, 200));

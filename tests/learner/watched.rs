@@ -2,8 +2,10 @@
 
 use crate::common::{Process, code, driftless, json};
 use crate::{GROUPS, SAMPLES, STEPS, Stage};
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
+use serde_json::Value;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, channel};
 
 /// What is at a path of an address.
 fn page(address: &str, path: &str) -> String {
@@ -15,11 +17,57 @@ fn page(address: &str, path: &str) -> String {
     answer
 }
 
+/// A collector of OpenTelemetry, and the requests that come to it whole.
+fn collector() -> (SocketAddr, Receiver<Value>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let (addr, (got, gets)) = (listener.local_addr().expect("an address"), channel());
+    std::thread::spawn(move || {
+        // One of a trainer that is killed may end anywhere.
+        for stream in listener.incoming().flatten() {
+            if let Some(body) = receive(stream)
+                && got.send(body).is_err()
+            {
+                return;
+            }
+        }
+    });
+    (addr, gets)
+}
+
+fn receive(stream: TcpStream) -> Option<Value> {
+    let mut reader = BufReader::new(stream);
+    let mut length = 0;
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok().filter(|count| *count > 0)?;
+        let line = line.trim().to_lowercase();
+        if line.is_empty() {
+            break;
+        }
+        length = line.strip_prefix("content-length: ").and_then(|text| text.parse().ok()).unwrap_or(length);
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+    let reply = "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}";
+    reader.get_mut().write_all(reply.as_bytes()).ok()?;
+    serde_json::from_slice(&body).ok()
+}
+
+/// What a request to a collector says of a gauge or counter without labels.
+fn value(request: &Value, name: &str) -> Option<f64> {
+    let metrics = request["resourceMetrics"][0]["scopeMetrics"][0]["metrics"].as_array()?;
+    let metric = metrics.iter().find(|metric| metric["name"] == name)?;
+    let data = metric.get("gauge").or_else(|| metric.get("sum"))?;
+    data["dataPoints"][0]["asDouble"].as_f64()
+}
+
 #[test]
 fn run_is_watched_while_it_goes_and_drawn_afterwards() {
     let mut stage = Stage::new(&["--save-interval", "2", "--metrics-listen", "127.0.0.1:0"]);
     stage.flags.extend(["--dashboard", "127.0.0.1:0"].map(str::to_owned));
     stage.flags.extend(["--tensorboard-dir".to_owned(), stage.at("board").display().to_string()]);
+    let (collector, sent) = collector();
+    stage.flags.extend(["--otlp-endpoint".to_owned(), format!("http://{collector}")]);
     let mut doomed = stage.trainer("");
     let mut doomed =
         Process::start("trainer", stage.dir.path(), doomed.env("DRIFTLESS_KILL_AT", "train.step:4"));
@@ -43,6 +91,13 @@ fn run_is_watched_while_it_goes_and_drawn_afterwards() {
     let (status, words) = code(&mut stage.trainer(""));
     assert_eq!(status, Some(0), "{words}");
     stage.check("watched");
+    let sent: Vec<_> = sent.try_iter().collect();
+    let mut done: Vec<_> =
+        sent.iter().filter_map(|request| value(request, "driftless_trainer_steps_done")).collect();
+    assert_eq!(done.last(), Some(&(STEPS as f64)), "{done:?}");
+    done.sort_by(f64::total_cmp);
+    done.dedup();
+    assert_eq!(done.len() as u64, STEPS, "each step was sent: {done:?}");
 
     let files =
         std::fs::read_dir(stage.at("board")).expect("a directory").map(|file| file.expect("a file").path());

@@ -11,10 +11,27 @@ use crate::wire::Protocol;
 
 /// What stands before every name.
 const PREFIX: &str = "driftless_gateway";
-/// What becomes of an ask that is answered; the others have their refusal's name.
-const ANSWERED: &str = "answered";
-/// All that an ask may come to, so that each is on the page from the start.
-const OUTCOMES: [&str; 7] = [ANSWERED, "invalid", "unknown", "context", "over", "busy", "broken"];
+
+/// What may become of an ask, each with its name: all of them are on the page from the start.
+macro_rules! outcomes {
+    ($($outcome:pat => $name:literal,)*) => {
+        const OUTCOMES: &[&str] = &[$($name),*];
+
+        fn name(outcome: &Result<Answer, Refusal>) -> &'static str {
+            match outcome { $($outcome => $name,)* }
+        }
+    };
+}
+
+outcomes! {
+    Ok(_) => "answered",
+    Err(Refusal::Invalid(_)) => "invalid",
+    Err(Refusal::Unknown(_)) => "unknown",
+    Err(Refusal::ContextFull { .. }) => "context",
+    Err(Refusal::Over(_)) => "over",
+    Err(Refusal::Busy(_)) => "busy",
+    Err(Refusal::Broken(_)) => "broken",
+}
 
 /// What a gateway was asked and has answered since it began. Clones share it.
 #[derive(Debug, Clone, Default)]
@@ -54,7 +71,7 @@ impl Counts {
         page.family("asks_total", "counter", "Asks that sessions have ended, by what became of them.");
         for outcome in OUTCOMES {
             let count = sums.outcomes.get(outcome).copied().unwrap_or_default();
-            page.sample(&[("outcome", outcome)], count);
+            page.sample(&[("outcome", *outcome)], count);
         }
         page.counter("ask_seconds_total", "Time that these took.", sums.time.as_secs_f64());
         page.counter("prompt_tokens_total", "Tokens that answers were drawn behind.", sums.prompt);
@@ -98,18 +115,6 @@ impl Counts {
     }
 }
 
-fn name(outcome: &Result<Answer, Refusal>) -> &'static str {
-    match outcome {
-        Ok(_) => ANSWERED,
-        Err(Refusal::Invalid(_)) => "invalid",
-        Err(Refusal::Unknown(_)) => "unknown",
-        Err(Refusal::ContextFull { .. }) => "context",
-        Err(Refusal::Over(_)) => "over",
-        Err(Refusal::Busy(_)) => "busy",
-        Err(Refusal::Broken(_)) => "broken",
-    }
-}
-
 impl Drop for UnderWay {
     fn drop(&mut self) {
         self.0.lock().under_way -= 1;
@@ -119,6 +124,7 @@ impl Drop for UnderWay {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::{Ended, Message, Role};
 
     #[test]
     fn every_family_is_in_the_docs() {
@@ -130,6 +136,45 @@ mod tests {
         for name in names.iter().filter_map(|line| line.split(' ').next()) {
             assert!(docs.contains(&format!("`{name}`")), "{name} in docs/agents.md");
         }
+    }
+
+    #[test]
+    fn dashboard_asks_only_for_names_of_the_page() {
+        let page = Counts::default().page();
+        let dashboard = include_str!("../../../examples/grafana.json");
+        let asked: Vec<_> = dashboard.split("driftless_gateway_").skip(1).collect();
+        assert!(asked.len() > 5, "it asks for {}", asked.len());
+        for rest in asked {
+            let name = rest.split(|c: char| !c.is_ascii_lowercase() && c != '_').next().unwrap_or_default();
+            assert!(page.contains(&format!("# TYPE driftless_gateway_{name} ")), "{name}");
+        }
+    }
+
+    #[test]
+    fn tokens_of_each_kind_are_counted_apart() {
+        let counts = Counts::default();
+        let answer = Answer {
+            message: Message {
+                role: Role::Assistant,
+                content: String::new(),
+                reasoning: None,
+                calls: Vec::new(),
+                call_id: None,
+            },
+            ended: Ended::Stop,
+            prompt_tokens: 50,
+            cached_tokens: 30,
+            completion_tokens: 20,
+            reasoning_tokens: 7,
+        };
+        counts.ended(&Ok(answer.clone()), Duration::from_millis(1500));
+        counts.ended(&Ok(answer), Duration::from_millis(500));
+        counts.ended(&Err(Refusal::Busy(String::new())), Duration::from_secs(1));
+        let page = counts.page();
+        for (name, value) in [("prompt", 100), ("cached", 60), ("completion", 40), ("reasoning", 14)] {
+            assert!(page.contains(&format!("\ndriftless_gateway_{name}_tokens_total {value}\n")), "{page}");
+        }
+        assert!(page.contains("ask_seconds_total 3\n") && page.contains("{outcome=\"busy\"} 1\n"), "{page}");
     }
 
     #[test]

@@ -351,24 +351,40 @@ mod tests {
         assert!(matches!(refused, Err(Error::MetricsListen { .. })), "{refused:?}");
     }
 
+    /// What a server answers to a request with these headers.
+    fn get(server: &Server, headers: &str) -> String {
+        use std::io::{Read as _, Write as _};
+        let mut stream = std::net::TcpStream::connect(server.addr()).unwrap();
+        write!(stream, "GET /metrics HTTP/1.1\r\nConnection: close\r\n{headers}\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
     #[test]
     fn page_is_served_to_those_with_the_token() {
         let addr = "127.0.0.1:0".parse().unwrap();
         let server = told().serve(&Listen { addr, token: Some("t".to_owned()) }).unwrap();
-        let get = |token: &str| {
-            use std::io::{Read as _, Write as _};
-            let mut stream = std::net::TcpStream::connect(server.addr()).unwrap();
-            let head = format!(
-                "GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n\r\n"
-            );
-            stream.write_all(head.as_bytes()).unwrap();
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).unwrap();
-            answer
-        };
-        assert!(get("other").starts_with("HTTP/1.1 401"), "{}", get("other"));
-        let answer = get("t");
+        let other = get(&server, "Host: h\r\nAuthorization: Bearer other\r\n");
+        assert!(other.starts_with("HTTP/1.1 401"), "{other}");
+        let answer = get(&server, "Host: h\r\nAuthorization: Bearer t\r\n");
         assert!(answer.starts_with("HTTP/1.1 200") && answer.contains(metrics::CONTENT_TYPE), "{answer}");
         assert!(answer.ends_with(&told().page()), "{answer}");
+    }
+
+    #[test]
+    fn page_without_a_token_is_for_this_host_alone() {
+        let server = told().serve(&Listen { addr: "127.0.0.1:0".parse().unwrap(), token: None }).unwrap();
+        let own = format!("Host: {}\r\n", server.addr());
+        for (headers, status) in [
+            ("Host: localhost\r\n", 200),
+            (own.as_str(), 200),
+            ("", 403),
+            ("Host: evil.example\r\n", 403),
+            ("Host: localhost\r\nOrigin: http://evil.example\r\n", 403),
+        ] {
+            let answer = get(&server, headers);
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{headers:?}: {answer}");
+        }
     }
 }

@@ -13,6 +13,7 @@ use tokio::runtime::{self, Handle, Runtime};
 
 use crate::error::{Error, Result};
 use crate::listen::admit;
+use crate::origin::is_ours;
 
 /// How long requests under way may hold up the end of the server.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
@@ -91,8 +92,12 @@ impl Token {
         Self(token.map(|token| blake3::hash(format!("Bearer {token}").as_bytes())))
     }
 
-    /// Answers 401 to a request without the token.
+    /// Answers 401 to a request without the token. Where none is asked for, a page from elsewhere may still have a browser
+    /// ask: it names another host, or says where it is from, and is answered with 403.
     pub async fn check(self, request: Request, next: Next) -> Response {
+        if self.0.is_none() && !is_ours(request.headers(), true) {
+            return refuse(StatusCode::FORBIDDEN, "forbidden", "the Host or the Origin is not this server's");
+        }
         let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
         // Hashes of equal length compare in constant time.
         if self.0.is_some() && given != self.0 {
