@@ -37,6 +37,9 @@ pub struct StepMetrics {
     /// Groups that were learned from.
     #[serde(default)]
     pub groups: u64,
+    /// Their answers, but for those that failed.
+    #[serde(default)]
+    pub answers: u64,
     /// Groups whose samples all have one reward: nothing can be learned from comparing them.
     #[serde(default)]
     pub groups_zero_std: u64,
@@ -51,7 +54,7 @@ pub struct StepMetrics {
     /// Share of the samples that were cut off at the token limit.
     #[serde(default)]
     pub truncated: f64,
-    /// Groups that were left out because a sample was not generated or got no reward.
+    /// Groups that were left out because too few of their answers were generated, or they got no reward.
     #[serde(default)]
     pub groups_failed: u64,
     /// Attempts at answers that failed since the step before, by why; none of them is learned from.

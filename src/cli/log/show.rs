@@ -5,7 +5,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::{Output, printable};
 use driftless::buffer::{self, Group, Kind, Reader, Record};
-use driftless::trainer::rollout::EvaluationNote;
+use driftless::trainer::rollout::{EvaluationNote, FailedAnswer};
 use driftless::trainer::sample::{answer_of, label_text, part_of};
 use driftless::trainer::{Failure, ledger};
 use serde_json::value::RawValue;
@@ -75,6 +75,9 @@ struct Shown {
     /// Which failure that is, where an answer of its group failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     outcome: Option<Failure>,
+    /// Answers of its group that failed.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    failed: Vec<FailedAnswer>,
     finish: String,
     response_tokens: usize,
     /// Versions of the weights that wrote it.
@@ -203,6 +206,7 @@ fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
         set: scalars.evaluation.then(|| EvaluationNote::of(record).set),
         dropped: note.dropped,
         outcome: note.outcome,
+        failed: note.failed,
         finish: format!("{:?}", record.finish()).to_lowercase(),
         response_tokens: record.response().len(),
         versions,
@@ -242,6 +246,9 @@ fn render(shown: &Shown) -> String {
         versions.join(", "),
     );
     // Writing to a String does not fail.
+    for FailedAnswer { answer, outcome, why, .. } in &shown.failed {
+        let _ = writeln!(text, "  ! answer {answer} failed: {}: {}", outcome.name(), printable(why));
+    }
     for (mark, body) in [("  > ", &shown.prompt), ("  < ", &shown.response)] {
         for line in body.lines() {
             let _ = writeln!(text, "{mark}{}", printable(line));
@@ -267,6 +274,7 @@ mod tests {
             set: None,
             dropped: None,
             outcome: None,
+            failed: Vec::new(),
             finish: "stop".to_owned(),
             response_tokens: 3,
             versions: vec![7, 8],
@@ -295,7 +303,10 @@ mod tests {
             "{line}"
         );
         assert!(line.ends_with(", left out: filtered: \\u{1b}[2J"), "{line}");
-        let failed = Shown { outcome: Some(Failure::Environment), ..other };
-        assert!(render(&failed).contains(", left out: environment: filtered"), "{}", render(&failed));
+        let answer =
+            serde_json::from_str(r#"{"answer": 7, "outcome": "parser", "why": "\u001b[2J"}"#).unwrap();
+        let failed = render(&Shown { outcome: Some(Failure::Environment), failed: vec![answer], ..other });
+        assert!(failed.contains(", left out: environment: filtered"), "{failed}");
+        assert!(failed.contains("\n  ! answer 7 failed: parser: \\u{1b}[2J\n"), "{failed}");
     }
 }

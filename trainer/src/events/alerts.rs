@@ -25,7 +25,7 @@ pub enum Alert {
     TooOld,
     /// Tokens are about as old as the run may train on, where that is more than one step.
     AtBound,
-    /// Many groups are left out because an answer, or a reward, failed.
+    /// Many groups or answers are left out because an answer, or a reward, failed.
     Failures,
 }
 
@@ -73,7 +73,7 @@ impl Alert {
             Self::Truncation => share(|step| step.truncated, 0.3),
             Self::TooOld => share(|step| ratio(step.tokens_too_old, step.response_tokens), 0.2),
             Self::AtBound => share(at_bound, 0.9),
-            Self::Failures => share(|step| ratio(step.groups_failed, step.groups + step.groups_failed), 0.1),
+            Self::Failures => share(failures, 0.1),
         }
     }
 
@@ -92,7 +92,9 @@ impl Alert {
             Self::TooOld => format!("{percent:.0} % of the tokens are too old to be trained on"),
             Self::AtBound => format!("tokens are {percent:.0} % as old as they may be"),
             Self::Failures => {
-                format!("{percent:.0} % of the groups are left out, as an answer or its reward failed")
+                format!(
+                    "{percent:.0} % of the groups or answers are left out, as an answer or its reward failed"
+                )
             }
         }
     }
@@ -100,6 +102,15 @@ impl Alert {
 
 fn ratio(part: u64, of: u64) -> f64 {
     part as f64 / of.max(1) as f64
+}
+
+/// The share of the groups, or that of the answers, that failed: the larger one.
+fn failures(step: &StepMetrics) -> f64 {
+    let attempts: u64 = step.answers_failed.values().sum();
+    let (groups, answers) = (step.groups_failed, attempts.saturating_sub(step.answers_made_again));
+    // Releases before did not count the answers that are left.
+    let of_answers = if step.answers == 0 { 0.0 } else { ratio(answers, step.answers + answers) };
+    ratio(groups, step.groups + groups).max(of_answers)
 }
 
 /// How old the tokens are, as a share of what they may be. Those of a run that is one step behind always are.
@@ -197,6 +208,7 @@ impl Alerts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::failure::Failure;
 
     type Spoil = fn(&mut StepMetrics);
 
@@ -213,7 +225,10 @@ mod tests {
     }
 
     fn sound() -> StepMetrics {
-        let mut step = StepMetrics { groups: 10, response_tokens: 1000, ..StepMetrics::default() };
+        let mut step =
+            StepMetrics { groups: 10, answers: 80, response_tokens: 1000, ..StepMetrics::default() };
+        // Each of them was made again.
+        (step.answers_failed, step.answers_made_again) = ([(Failure::Deadline, 20)].into(), 20);
         step.stats.entropy = 1.0;
         (step.max_staleness, step.staleness_mean) = (Some(4), 1.0);
         step.log_prob_diff_by_engine =
@@ -223,7 +238,7 @@ mod tests {
 
     #[test]
     fn alert_begins_and_ends_with_the_mean_of_some_steps() {
-        let bad: [(Alert, Spoil); 8] = [
+        let bad: [(Alert, Spoil); 9] = [
             (Alert::Mismatch, |step| step.stats.log_prob_diff_mean = 0.2),
             (Alert::Mismatch, |step| {
                 step.log_prob_diff_by_engine.insert("http://b".to_owned(), 0.2);
@@ -234,6 +249,7 @@ mod tests {
             (Alert::TooOld, |step| step.tokens_too_old = 300),
             (Alert::AtBound, |step| step.staleness_mean = 3.8),
             (Alert::Failures, |step| step.groups_failed = 5),
+            (Alert::Failures, |step| step.answers_failed = [(Failure::Environment, 30)].into()),
         ];
         for (alert, spoil) in bad {
             let spoilt = || {

@@ -1,6 +1,6 @@
 //! One prompt: its answers, their rewards, and whether they are kept.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use driftless_buffer::sample::Verdict;
@@ -10,7 +10,7 @@ use driftless_store::chain_text;
 use super::keep::Keeper;
 use super::parts::{Kept, components, parts};
 use super::pieces::{self, Durable};
-use super::record::{Answered, Scored};
+use super::record::{Answered, FailedAnswer, Scored};
 use super::{Begun, Rollouts};
 use crate::error::{Error, Result, input};
 use crate::failure::Failure;
@@ -18,10 +18,15 @@ use crate::metrics::unix_us;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
 use crate::tasks::Task;
 
+/// Answers that a group goes on with, where others of it fail: one alone is compared with none.
+const ANSWERS_MIN: u64 = 2;
+
 /// A group that is no longer worked on.
 pub(super) struct Group {
     pub(super) begun: Begun,
     pub(super) outcome: Outcome,
+    /// Its answers that failed. What failed the whole group is not among them.
+    pub(super) failed: Vec<FailedAnswer>,
 }
 
 /// What became of a group. The log has its answers by then, as far as there are any.
@@ -62,26 +67,44 @@ struct Drawn {
 impl Rollouts {
     /// Generates what the log lacks of a group, which is durable as each answer ends, and rewards it.
     pub(super) async fn group(self: Arc<Self>, begun: Begun, keeper: Keeper) -> Group {
-        let outcome = match self.make(&begun, &keeper).await {
+        let failed = Mutex::default();
+        let outcome = match self.make(&begun, &keeper, &failed).await {
             Ok(outcome) => outcome,
             Err(Error::Bridge(error)) if error.is_no_engine() => Outcome::Returned(error.into()),
             // The log could not be written, which the run ends with.
             Err(error @ Error::Cancelled) => Outcome::Returned(error),
             Err(error) => Outcome::failed(&error),
         };
-        Group { begun, outcome }
+        Group { begun, outcome, failed: failed.into_inner().unwrap_or_else(PoisonError::into_inner) }
     }
 
-    async fn make(&self, begun: &Begun, keeper: &Keeper) -> Result<Outcome> {
-        let drawn = answers_of(begun.number, self.options.n_samples_per_prompt)?.map(async |answer| {
+    async fn make(
+        &self,
+        begun: &Begun,
+        keeper: &Keeper,
+        failed: &Mutex<Vec<FailedAnswer>>,
+    ) -> Result<Outcome> {
+        let answers = self.options.n_samples_per_prompt;
+        let most = answers.saturating_sub(ANSWERS_MIN);
+        let drawn = answers_of(begun.number, answers)?.map(async |answer| {
             match self.draw(begun, keeper, answer).await {
+                Ok(drawn) => Ok(Ok(Some(drawn))),
                 // The group is tried again: the others go on, and are there by then.
                 Err(Error::Bridge(error)) if error.is_no_engine() => Ok(Err(error)),
-                drawn => drawn.map(Ok),
+                Err(error) => {
+                    let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                    if matches!(error, Error::Cancelled) || failed.len() as u64 >= most {
+                        return Err(error);
+                    }
+                    tracing::warn!(error = chain_text(&error), "group goes on without an answer");
+                    failed.push(FailedAnswer::new(answer, &error));
+                    Ok(Ok(None))
+                }
             }
         });
-        let drawn = futures_util::future::try_join_all(drawn).await?;
-        let drawn = drawn.into_iter().collect::<driftless_bridge::Result<Vec<_>>>()?;
+        let drawn = futures_util::future::try_join_all(drawn).await?.into_iter();
+        let drawn: Vec<Drawn> =
+            drawn.filter_map(driftless_bridge::Result::transpose).collect::<driftless_bridge::Result<_>>()?;
         match self.score(&begun.prompt, &drawn).await {
             Err(error) if error.is_away() => {
                 // Its answers are in the log, and wait there for the reward.
@@ -110,7 +133,7 @@ impl Rollouts {
                 Err(error) => {
                     let failure = error.failure();
                     attempt = self.attempt_after(attempt, error)?;
-                    self.queue.made_again(failure);
+                    self.queue.failed(failure, true);
                 }
             }
         };

@@ -22,7 +22,7 @@ pub use measure::EvalSet;
 pub(crate) use parts::{Kept, group, raw_reward};
 pub use queue::{Dropped, Failures, Queue, Since};
 pub(crate) use record::leave_out;
-pub use record::{EvaluationNote, PromptNote};
+pub use record::{EvaluationNote, FailedAnswer, PromptNote};
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -120,7 +120,8 @@ pub struct Rollouts {
 impl Rollouts {
     /// Generates groups as the queue says, until it is dropped. What it tells the queue of is durable.
     ///
-    /// An answer whose hook died or was late is made again, with other draws. A group with one that fails is left out, and so is one that the task does not keep: the next prompt takes
+    /// An answer whose hook died or was late is made again, with other draws. A group goes on without answers that fail, as
+    /// long as it has two. One that has not is left out, and so is one that the task does not keep: the next prompt takes
     /// its place. A group that no engine could generate is tried again, and one whose reward was away is rewarded again.
     ///
     /// # Errors
@@ -175,8 +176,12 @@ impl Rollouts {
 
     /// Tells of a group that is no longer worked on; so many came back in a row.
     fn end(&self, group: Group, row: usize) -> Result<()> {
-        let Group { begun, outcome } = group;
+        let Group { begun, outcome, failed } = group;
         let (number, prompt) = (begun.number, begun.prompt.place);
+        let is_again = matches!(outcome, Outcome::Returned(_));
+        for FailedAnswer { outcome, .. } in failed {
+            self.queue.failed(outcome, is_again);
+        }
         let mut dropped = Dropped::default();
         let last = match outcome {
             Outcome::Kept(_) => {
@@ -192,7 +197,7 @@ impl Rollouts {
             }
             Outcome::Failed(error, failure) => {
                 dropped.failed = 1;
-                self.queue.failed(failure);
+                self.queue.failed(failure, false);
                 error
             }
             Outcome::Filtered(_, why) => {
@@ -251,7 +256,10 @@ impl Rollouts {
             let answers = answers_of(known.number, self.options.n_samples_per_prompt)?;
             known.pieces = pieces.extract_if(answers, |_, _| true).collect();
             match self.logged_group(known.number) {
-                Some(_) => whole.push(Group { begun: known, outcome: Outcome::Kept(Vec::new()) }),
+                Some(_) => {
+                    let outcome = Outcome::Kept(Vec::new());
+                    whole.push(Group { begun: known, outcome, failed: Vec::new() });
+                }
                 None => begun.push(known),
             }
         }
@@ -336,11 +344,11 @@ impl Returned {
     /// Counts a group that is no longer worked on. One that alone finds its reward away may be why that is away: it is
     /// left out.
     fn judge(&mut self, group: Group) -> Group {
-        let Group { begun, outcome } = group;
+        let Group { begun, outcome, failed } = group;
         let Outcome::Returned(error) = outcome else {
             self.times.remove(&begun.number);
             self.row.clear();
-            return Group { begun, outcome };
+            return Group { begun, outcome, failed };
         };
         let times = self.times.entry(begun.number).or_default();
         *times += 1;
@@ -348,9 +356,9 @@ impl Returned {
         let is_alone = self.row.iter().all(|other| *other == begun.number);
         if error.is_away() && *times >= RETURNED_MAX && is_alone {
             self.times.remove(&begun.number);
-            return Group { begun, outcome: Outcome::failed(&error) };
+            return Group { begun, outcome: Outcome::failed(&error), failed };
         }
-        Group { begun, outcome: Outcome::Returned(error) }
+        Group { begun, outcome: Outcome::Returned(error), failed }
     }
 }
 

@@ -8,6 +8,7 @@ use driftless_buffer::{Group, Kind, Reader, Record};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use super::record::PromptNote;
 use crate::sample::{Trajectory, answers_of, sample_id};
 
 /// What the log keeps beside the first part of an answer.
@@ -77,10 +78,20 @@ pub(super) fn parts(log: &Reader, group: u64, answer: u64) -> Option<Vec<Record>
 }
 
 /// A group with all parts of its `answers` answers, by sample id, if the log has them with their scores, and none is left
-/// out.
+/// out. Those that failed for good are in none.
 pub(crate) fn group(log: &Reader, group: u64, answers: u64) -> Option<Group> {
-    let answers = answers_of(group, answers).ok()?.map(|answer| parts(log, group, answer));
-    let mut records: Vec<Record> = answers.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
+    let failed = || {
+        let prompt = log.prompt(group).ok().flatten();
+        prompt.map_or_else(Vec::new, |prompt| PromptNote::of(&prompt).failed)
+    };
+    let (mut records, mut known) = (Vec::new(), None);
+    for answer in answers_of(group, answers).ok()? {
+        match parts(log, group, answer) {
+            Some(parts) => records.extend(parts),
+            None if known.get_or_insert_with(failed).iter().any(|failed| failed.answer == answer) => {}
+            None => return None,
+        }
+    }
     if records.iter().any(|record| !record.is_scored() || record.verdict() == Verdict::LeftOut) {
         return None;
     }

@@ -20,7 +20,7 @@ use crate::schedule::{Policy, Schedule, Seen, Start};
 /// What became of the groups since a step took some, besides those in the log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dropped {
-    /// Groups with a sample that was not generated or got no reward.
+    /// Groups of which too few answers were generated, or that got no reward.
     pub failed: u64,
     /// Groups that the task's filter left out.
     pub filtered: u64,
@@ -265,16 +265,11 @@ impl Queue {
         state.since
     }
 
-    /// Counts an attempt that failed, and is followed by another.
-    pub(super) fn made_again(&self, failure: Failure) {
+    /// Counts an attempt at an answer that failed, and whether another follows.
+    pub(super) fn failed(&self, failure: Failure, is_made_again: bool) {
         let failures = &mut self.state().since.failures;
-        failures.made_again += 1;
+        failures.made_again += u64::from(is_made_again);
         failures.count(failure);
-    }
-
-    /// Counts an answer that failed.
-    pub(super) fn failed(&self, failure: Failure) {
-        self.state().since.failures.count(failure);
     }
 
     /// What became of the time in which engines drew tokens for this run, since it was opened.

@@ -6,12 +6,13 @@ use std::time::SystemTime;
 use driftless_bridge::engine::ReplyDigest;
 use driftless_buffer::sample::{ColumnId, Element, Verdict};
 use driftless_buffer::{Kind, Log, PromptState, Record, Sample, Scalars};
+use driftless_store::chain_text;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::group::{Group, Outcome};
 use super::{Begun, Rollouts};
-use crate::error::{Place, Result};
+use crate::error::{Error, Place, Result};
 use crate::failure::Failure;
 use crate::metrics::unix_us;
 use crate::sample::{Prompt, Trajectory, sample_id};
@@ -42,6 +43,27 @@ pub struct PromptNote {
     /// What kind of failure that was, where an answer failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outcome: Option<Failure>,
+    /// Its answers that failed, which its group went on without. The log has no samples of theirs.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub failed: Vec<FailedAnswer>,
+}
+
+/// An answer that failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct FailedAnswer {
+    /// Its number, which would be the id of its first sample.
+    pub answer: u64,
+    /// What kind of failure it was.
+    pub outcome: Failure,
+    /// What went wrong.
+    pub why: String,
+}
+
+impl FailedAnswer {
+    pub(super) fn new(answer: u64, error: &Error) -> Self {
+        FailedAnswer { answer, outcome: error.failure(), why: chain_text(error) }
+    }
 }
 
 impl PromptNote {
@@ -64,7 +86,8 @@ impl PromptNote {
             Outcome::Failed(error, failure) => (Some(error.clone()), Some(*failure)),
             Outcome::Filtered(_, why) => (Some(format!("{FILTERED}{why}")), None),
         };
-        PromptNote { dropped, outcome, ..PromptNote::in_flight(&group.begun.prompt) }
+        let failed = group.failed.clone();
+        PromptNote { dropped, outcome, failed, ..PromptNote::in_flight(&group.begun.prompt) }
     }
 
     fn bytes(&self) -> Vec<u8> {

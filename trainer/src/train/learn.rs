@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use driftless_buffer::learned::Column;
-use driftless_buffer::{Group, Reader, Record};
+use driftless_buffer::{Group, Reader, Record, Scalars};
 
 use super::take::Ages;
 use crate::advantage;
@@ -158,6 +158,8 @@ pub(super) fn describe(generated: StepMetrics, groups: &[Group], files: &[String
         rewards: by_name(groups, files),
         pass: verdicts.then(|| solved as f64 / groups.len().max(1) as f64),
         groups: groups.len() as u64,
+        answers: records(groups).filter(|record| record.scalars().sample_id < Scalars::ANSWERS_MAX).count()
+            as u64,
         groups_zero_std: level as u64,
         response_length: mean(|record| record.response().len() as f64),
         response_tokens: records(groups).map(|record| record.response().len() as u64).sum(),

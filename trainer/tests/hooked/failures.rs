@@ -300,29 +300,66 @@ async fn attempt_that_a_crash_cut_off_goes_on_behind_its_own_tokens() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn answer_that_fails_for_good_leaves_its_outcome_and_no_reward() {
-    for (outcome, attempts) in [("environment", 3), ("parser", 1)] {
-        let fails = format!(
-            "index = {{}}
+/// The answers of these numbers, as Python has a list, fail for good.
+async fn failing(numbers: &str, outcome: &str) -> Room {
+    let fails = format!(
+        "index = {{}}
 def asked(id, ask):
     index[id] = ask['index']
     say(id=id, generate={{}})
 def told(id, ask):
-    if index[id] == 3: return say(id=id, error='so', outcome='{outcome}')
+    if index[id] in {numbers}: return say(id=id, error='so', outcome='{outcome}')
     say(id=id, samples=[{{}}])"
-        );
+    );
+    Room::fake(&fails, 60).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn group_goes_on_without_the_answers_that_fail_for_good() {
+    for (numbers, outcome, attempts) in
+        [(vec![3], "environment", 3), (vec![3], "parser", 1), (vec![0, 1, 2, 4, 5, 7], "parser", 1)]
+    {
         let (dir, engine) = (tempfile::tempdir().unwrap(), Seeded::default());
-        let room = Room::fake(&fails, 60).await;
+        let room = failing(&format!("{numbers:?}"), outcome).await;
         let run = run(dir.path(), &room, &engine);
         let (group, since) = step(&run).await;
-        assert_eq!((group, since.dropped.failed), (1, 1), "the next prompt takes its place");
-        let failure = Failure::named(outcome).unwrap();
-        assert_eq!(since.failures.by_name(), BTreeMap::from([(failure, attempts)]));
-        assert_eq!(since.failures.made_again, attempts - 1);
-        let note = PromptNote::of(&run.log.reader().prompt(0).unwrap().unwrap());
-        assert!(note.outcome == Some(failure) && note.dropped.unwrap().contains("its error: so"));
-        let scores = records(&run.log.reader(), Kind::Score);
-        assert!(scores.iter().all(|score| score.scalars().group_id == 1), "no reward of a failed group");
+        assert_eq!((group, since.dropped), (0, Dropped::default()), "the group is learned from");
+        let (failure, count) = (Failure::named(outcome).unwrap(), numbers.len() as u64);
+        assert_eq!(since.failures.by_name(), BTreeMap::from([(failure, count * attempts)]));
+        assert_eq!(since.failures.made_again, count * (attempts - 1));
+        let log = run.log.reader();
+        let left: Vec<u64> = (0..ANSWERS).filter(|answer| !numbers.contains(answer)).collect();
+        let ids = |records: &[Record]| -> Vec<u64> {
+            records.iter().map(|record| record.scalars().sample_id).collect()
+        };
+        assert_eq!(ids(&run.logged_group(0).unwrap().records), left);
+        assert_eq!(ids(&records(&log, Kind::Score)), left, "what failed has no reward");
+        let note = PromptNote::of(&log.prompt(0).unwrap().unwrap());
+        assert_eq!((note.dropped, note.outcome), (None, None));
+        let mut told = note.failed;
+        told.sort_by_key(|failed| failed.answer);
+        assert_eq!(told.iter().map(|failed| failed.answer).collect::<Vec<_>>(), numbers);
+        assert!(
+            told.iter().all(|one| one.outcome == failure && one.why.contains("its error: so")),
+            "{told:?}"
+        );
+        // The next process has it as it is.
+        let queue = Queue::open(Policy::new(Mode::Synchronous, 1, 1), &log, ANSWERS, 0, BTreeMap::new());
+        assert_eq!(queue.batch(0), Some(vec![0]));
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn group_with_one_answer_left_is_left_out_with_the_last_outcome() {
+    let (dir, engine) = (tempfile::tempdir().unwrap(), Seeded::default());
+    let room = failing("[0, 1, 2, 4, 5, 6, 7]", "parser").await;
+    let run = run(dir.path(), &room, &engine);
+    let (group, since) = step(&run).await;
+    assert_eq!((group, since.dropped.failed), (1, 1), "the next prompt takes its place");
+    assert_eq!(since.failures.by_name(), BTreeMap::from([(Failure::Parser, ANSWERS - 1)]));
+    let note = PromptNote::of(&run.log.reader().prompt(0).unwrap().unwrap());
+    assert!(note.outcome == Some(Failure::Parser) && note.dropped.unwrap().contains("its error: so"));
+    assert_eq!(note.failed.len() as u64, ANSWERS - 2);
+    let scores = records(&run.log.reader(), Kind::Score);
+    assert!(scores.iter().all(|score| score.scalars().group_id == 1), "no reward of a failed group");
 }

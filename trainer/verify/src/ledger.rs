@@ -43,6 +43,16 @@ pub(crate) fn read(save: &Path) -> Result<BTreeMap<u64, Learned>> {
     Ok(steps)
 }
 
+/// How many answers of a group failed, as the note of its prompt has them. The group went on without them.
+pub(crate) fn failed(note: &[u8]) -> u64 {
+    #[derive(Default, Deserialize)]
+    struct Note {
+        #[serde(default)]
+        failed: Vec<serde::de::IgnoredAny>,
+    }
+    serde_json::from_slice::<Note>(note).unwrap_or_default().failed.len() as u64
+}
+
 /// The optimiser step of each version, as `versions.jsonl` has them.
 pub(crate) fn versions(save: &Path) -> Result<BTreeMap<u64, u64>> {
     #[derive(Deserialize)]

@@ -239,8 +239,15 @@ impl Verifier {
             found.1 += 1;
         }
         self.report.answers += answers.len() as u64;
+        let failed = self
+            .log
+            .reader
+            .prompt(group)
+            .ok()
+            .flatten()
+            .map_or(0, |prompt| ledger::failed(prompt.metadata()));
         let whole = answers.values().filter(|(parts, found)| *parts == 0 || parts == found).count() as u64;
-        let expected = learned.answers.unwrap_or(1);
+        let expected = learned.answers.unwrap_or(1).saturating_sub(failed);
         let is_whole = whole == answers.len() as u64 && whole >= expected;
         if !is_whole && self.log.reader.oldest().0 > 0 {
             self.report.unchecked.removed += 1;

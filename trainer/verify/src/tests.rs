@@ -2,7 +2,7 @@ use super::*;
 use driftless_bridge::engine::{Finish, ReplyDigest, VersionSpan as Spoken};
 use driftless_bridge::{Generation, Label, Rid};
 use driftless_buffer::sample::{ColumnId, Element};
-use driftless_buffer::{Identity, Log as Written, Options, Sample, SyncPolicy, VersionSpan};
+use driftless_buffer::{Identity, Log as Written, Options, PromptState, Sample, SyncPolicy, VersionSpan};
 
 /// Answers of a group.
 const ANSWERS: u64 = 2;
@@ -94,18 +94,28 @@ struct Scene {
     learned: Option<Vec<Drawn>>,
     groups: Vec<Vec<u64>>,
     versions: &'static str,
+    /// What the prompt of group 1 says, if the log has one.
+    note: Option<&'static str>,
 }
 
 impl Scene {
     fn new() -> Self {
         let samples = (0..2 * ANSWERS).flat_map(answer).collect();
         let versions = "{\"version\":0,\"step\":0}\n{\"version\":1,\"step\":0}\n";
-        Scene { samples, learned: None, groups: vec![vec![0], vec![1]], versions }
+        Scene { samples, learned: None, groups: vec![vec![0], vec![1]], versions, note: None }
     }
 
     fn report(&self) -> Report {
         let dir = tempfile::tempdir().unwrap();
         let log = write(&dir.path().join("log"), &self.samples);
+        let scalars = Scalars { sample_id: 1, status: PromptState::Done.code(), ..Scalars::default() };
+        let prompt = self.note.map(|note| Sample {
+            kind: Kind::Prompt,
+            scalars,
+            metadata: note.as_bytes(),
+            ..Sample::default()
+        });
+        log.append_all(prompt.as_slice()).unwrap();
         let other = self.learned.as_ref().map(|learned| write(&dir.path().join("other"), learned));
         let mut ledger = String::new();
         for (step, groups) in self.groups.iter().enumerate() {
@@ -254,6 +264,12 @@ fn answers_twice_or_not_at_all_are_named() {
         let expected = "step 1, group 1: whole answers of the group in the log: expected 2, found 1";
         assert_eq!(found, [expected]);
     }
+    // One that failed was never in the log, and its group's prompt says so.
+    let mut scene = Scene::new();
+    scene.samples.retain(|drawn| answer_of(drawn.id) != 3);
+    scene.note = Some(r#"{"failed": [{"answer": 3, "outcome": "parser", "why": "so"}]}"#);
+    let report = scene.report();
+    assert_eq!((report.first, report.answers), (vec![], 3));
     // What a later record replaces was not learned from.
     let found = Scene::damaged(|samples| {
         let mut earlier = part(samples, 0).clone();
