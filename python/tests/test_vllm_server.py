@@ -159,6 +159,9 @@ def test_each_version_is_patched_and_equals_a_load(scene):
             assert (scene.server.sums(), scene.server.says()) == held
 
 
+TOKENS = 120
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 @pytest.mark.parametrize("scene", [BACKEND], indirect=True, ids=["backend"])
 def test_requests_that_updates_fall_into_end_with_tokens_of_known_versions(scene, mode):
@@ -169,12 +172,12 @@ def test_requests_that_updates_fall_into_end_with_tokens_of_known_versions(scene
         last = False
         while not last:
             last = over.is_set()
-            samples.append(fleet.generate([worker + 1, 5], max_new_tokens=200, ignore_eos=True))
+            samples.append(fleet.generate([worker + 1, 5], max_new_tokens=TOKENS, ignore_eos=True))
 
     url = f"vllm+{scene.server.url}"
-    with scene.follower("--pause-generation-mode", mode), ThreadPoolExecutor(8) as pool:
-        with driftless_rl.Fleet([url], scene.host, deadline=300.0, concurrency=8) as fleet:
-            asked = [pool.submit(ask, worker) for worker in range(8)]
+    with scene.follower("--pause-generation-mode", mode), ThreadPoolExecutor(4) as pool:
+        with driftless_rl.Fleet([url], scene.host, deadline=300.0, concurrency=4) as fleet:
+            asked = [pool.submit(ask, worker) for worker in range(4)]
             patched = scene.server.patched()
             try:
                 until("answer of the first version", 300, lambda: samples or any(done.done() for done in asked))
@@ -189,11 +192,11 @@ def test_requests_that_updates_fall_into_end_with_tokens_of_known_versions(scene
     seen = {label for made in samples for label, _, _ in made.versions}
     assert len(seen) > 1, "updates fell in between them"
     for made in samples:
-        assert len(made.output_ids) == len(made.log_probs) == 200 and made.finish == "length"
+        assert len(made.output_ids) == len(made.log_probs) == TOKENS and made.finish == "length"
         labels, starts, ends = zip(*made.versions)
         # What an abort leaves of an answer is of one version, and the next attempt goes on behind it.
         assert mode == "abort" or len(labels) == 1, made.versions
-        assert starts == (0, *ends[:-1]) and ends[-1] == 200, made.versions
+        assert starts == (0, *ends[:-1]) and ends[-1] == TOKENS, made.versions
         runs, versions = zip(*(label.split(":") for label in labels))
         assert set(runs) == {scene.publisher.run_id[:12]}
         assert sorted(map(int, versions)) == list(map(int, versions)), "versions rise along an answer"

@@ -164,7 +164,9 @@ fn pytest(root: &Path, python: &Path) -> Command {
     // Else the models of the last three runs stay in the temporary directory, 2 GB of each.
     tests.args(["-o", "tmp_path_retention_policy=failed", "-o", "tmp_path_retention_count=1"]);
     tests.current_dir(root.join("python"));
-    tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1").envs([process::NO_SPINNING]);
+    // Else each process compiles all that it imports: some thousand modules.
+    tests.env_remove("PYTHONDONTWRITEBYTECODE");
+    tests.env("HF_HUB_OFFLINE", "1").envs([process::NO_SPINNING]);
     tests
 }
 
