@@ -301,7 +301,7 @@ async fn attempt_that_a_crash_cut_off_goes_on_behind_its_own_tokens() {
 }
 
 /// The answers of these numbers, as Python has a list, fail for good.
-async fn failing(numbers: &str, outcome: &str) -> Room {
+async fn failing(numbers: &str, outcome: &str) -> Arc<Room> {
     let fails = format!(
         "index = {{}}
 def asked(id, ask):
