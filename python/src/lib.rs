@@ -52,6 +52,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LOADS", Vote::Loads as u8)?;
     module.add("PATCHES", Vote::Patches as u8)?;
     module.add_class::<log::RolloutLog>()?;
+    module.add_class::<log::RolloutProducer>()?;
     module.add_class::<log::LogReader>()?;
     module.add_class::<log::LogRecord>()?;
     module.add_class::<log::Column>()?;

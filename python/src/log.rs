@@ -3,11 +3,13 @@
 
 use crate::error::{self, buffer, named};
 use crate::work::{self, Held};
+use driftless::buffer::producer::{Producer, Producers};
 use driftless::buffer::query::Order;
+use driftless::buffer::reservation::Ack;
 use driftless::buffer::sample::{ColumnId, Verdict};
 use driftless::buffer::{
-    Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Position, Reader, Record,
-    Result as LogResult, Sample as Given, Scalars, VersionSpan,
+    Error as LogError, Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Position, Reader,
+    Record, Result as LogResult, Sample as Given, Scalars, VersionSpan,
 };
 use driftless::store::wait::Stop;
 use pyo3::buffer::{Element, PyBuffer};
@@ -16,6 +18,7 @@ use pyo3::prelude::*;
 use std::ffi::c_int;
 use std::fmt::Display;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Time between two looks at whether a wait is to end.
@@ -25,6 +28,14 @@ const LOOK: Duration = Duration::from_millis(100);
 #[pyclass(frozen, module = "driftless_rl._native")]
 pub(crate) struct RolloutLog {
     held: Held<Log>,
+    /// What lets other processes write, if it was asked for.
+    producers: Held<Option<Producers>>,
+}
+
+/// Writes to a log that another process has open.
+#[pyclass(frozen, module = "driftless_rl._native")]
+pub(crate) struct RolloutProducer {
+    held: Held<Arc<Producer>>,
 }
 
 /// A record to append, in memory of ours, which needs no interpreter.
@@ -94,15 +105,24 @@ impl RolloutLog {
     ) -> PyResult<Self> {
         let options = Options::new(Identity { run_id, model, tokenizer_digest });
         let log = py.detach(|| Log::open(dir, options)).map_err(buffer)?;
-        Ok(Self { held: Held::new("RolloutLog", log) })
+        Ok(Self { held: Held::new("RolloutLog", log), producers: Held::new("RolloutLog", None) })
     }
 
     /// Appends records and makes them durable together; returns their positions.
     fn append(&self, py: Python<'_>, rows: Vec<Row>) -> PyResult<Vec<u64>> {
         let log = self.held.get()?;
-        let samples = rows.iter().map(Row::sample).collect::<PyResult<Vec<_>>>()?;
-        let acks = py.detach(|| log.append_all(&samples)).map_err(buffer)?;
-        Ok(acks.iter().map(|ack| ack.position().0).collect())
+        append(py, &rows, |samples| log.append_all(samples))
+    }
+
+    /// Lets other processes write, until it is closed.
+    fn serve(&self, py: Python<'_>) -> PyResult<()> {
+        let log = self.held.get()?;
+        self.producers.with(|producers| {
+            if producers.is_none() {
+                *producers = Some(py.detach(|| log.serve()).map_err(buffer)?);
+            }
+            Ok(())
+        })
     }
 
     /// The durable position called `name`.
@@ -122,12 +142,62 @@ impl RolloutLog {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.held.check()?;
+        self.producers.close(py)?;
         // One that was closed is.
         if let Ok(log) = self.held.get() {
             py.detach(|| log.close()).map_err(buffer)?;
         }
         self.held.close(py)
     }
+}
+
+#[pymethods]
+impl RolloutProducer {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        dir: PathBuf,
+        run_id: [u8; 16],
+        model: String,
+        tokenizer_digest: [u8; 32],
+        seconds: f64,
+    ) -> PyResult<Self> {
+        let deadline = error::seconds("timeout", seconds)?;
+        let identity = Identity { run_id, model, tokenizer_digest };
+        let (until, stop) = (Instant::now() + deadline, Stop::new());
+        let connect = || loop {
+            match Producer::connect(&dir, &identity, deadline) {
+                // Without an owner it has not waited.
+                Err(LogError::Owner { .. }) if Instant::now() < until && !stop.is_stopped() => {
+                    std::thread::sleep(LOOK);
+                }
+                connected => return connected,
+            }
+        };
+        let producer = work::run(py, &stop, connect)?.map_err(buffer)?;
+        Ok(Self { held: Held::new("RolloutProducer", Arc::new(producer)) })
+    }
+
+    /// Appends records and makes them durable together; returns their positions.
+    fn append(&self, py: Python<'_>, rows: Vec<Row>) -> PyResult<Vec<u64>> {
+        let producer = self.held.get()?;
+        append(py, &rows, |samples| producer.append_all(samples))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.held.close(py)
+    }
+}
+
+/// The positions of rows that `all` makes durable together.
+fn append(
+    py: Python<'_>,
+    rows: &[Row],
+    all: impl FnOnce(&[Given<'_>]) -> LogResult<Vec<Ack>> + Send,
+) -> PyResult<Vec<u64>> {
+    let samples = rows.iter().map(Row::sample).collect::<PyResult<Vec<_>>>()?;
+    let acks = py.detach(|| all(&samples)).map_err(buffer)?;
+    Ok(acks.iter().map(|ack| ack.position().0).collect())
 }
 
 /// Reads a log.

@@ -112,6 +112,46 @@ def test_cursor_survives_and_another_process_reads(tmp_path):
         assert log.cursor("trainer") == 2 and log.end == 3
 
 
+PRODUCER = """
+import sys
+import driftless_rl
+
+with driftless_rl.RolloutProducer(sys.argv[1], sys.argv[2], timeout=30) as producer:
+    for number in range(int(sys.argv[3]), int(sys.argv[3]) + 20):
+        row = {"group_id": number, "rollout_id": 0, "tokens": [number, 1, 2], "prompt_len": 1, "log_probs": [-0.5, -0.25]}
+        print(producer.append(sample_id=number, **row), flush=True)
+try:
+    producer.append(sample_id=0, **row)
+except driftless_rl.ClosedError:
+    print("closed")
+"""
+
+
+def test_other_processes_write_to_a_log_that_is_served(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        with pytest.raises(driftless_rl.StoreError, match="the process that owns the log"):
+            driftless_rl.RolloutProducer(tmp_path, RUN, timeout=0.2)
+        log.serve()
+        log.serve()
+        start = [sys.executable, "-c", PRODUCER, tmp_path, RUN]
+        started = [subprocess.Popen([*start, str(20 * nth)], stdout=subprocess.PIPE, text=True) for nth in range(2)]
+        told = [process.communicate(timeout=60)[0].split() for process in started]
+        assert [words[-1] for words in told] == ["closed"] * 2
+        for nth, words in enumerate(told):
+            for number, position in enumerate(words[:-1], 20 * nth):
+                found = log.get(int(position))
+                assert found.sample_id == number and found.tokens.tolist() == [number, 1, 2]
+        assert log.end == 40
+        with pytest.raises(driftless_rl.RefusedError):
+            driftless_rl.RolloutProducer(tmp_path, "f" * 32, timeout=5)
+        producer = driftless_rl.RolloutProducer(tmp_path, RUN, timeout=5)
+        assert log.get(producer.append(**sample(40))).reward == 20.0
+        with pytest.raises(driftless_rl.UsageError, match="log_probs"):
+            producer.append(**sample(41, log_probs=[0.0, np.nan, 0.0, 0.0]))
+    with pytest.raises(driftless_rl.StoreError, match="the process that owns the log"):
+        producer.append(**sample(41))
+
+
 def test_reader_waits_for_the_writer(tmp_path):
     with driftless_rl.RolloutLog(tmp_path, RUN) as log:
         assert log.wait(0, timeout=0.01) == 0

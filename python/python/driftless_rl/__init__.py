@@ -30,7 +30,7 @@ from ._errors import (
 from . import _namesake
 from ._fleet import Fleet
 from ._follower import Follower
-from ._log import Group, RolloutLog, RolloutReader, Sample
+from ._log import Group, RolloutLog, RolloutProducer, RolloutReader, Sample
 from ._publisher import LazyTensor, Publisher, Slice
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "Publisher",
     "RefusedError",
     "RolloutLog",
+    "RolloutProducer",
     "RolloutReader",
     "RunError",
     "Sample",

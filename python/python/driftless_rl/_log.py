@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from . import _native
 from ._errors import UsageError
@@ -187,31 +187,10 @@ class RolloutReader:
         return self._reader.wait(position, timeout)
 
 
-class RolloutLog(RolloutReader):
-    """A log, open for writing: durable, in mapped files. One process writes a log at a time; threads may share it.
+class _Writer:
+    """What appends to a log."""
 
-    Args:
-        directory: the log's directory, made if absent.
-        run_id: the training run, 16 bytes or 32 hex digits; ``Publisher.run_id`` is one.
-        model: the model that generates the rollouts.
-        tokenizer_digest: 32 bytes that tell tokenizers apart.
-
-    Raises:
-        BusyError: another process writes it.
-        RefusedError: it belongs to another run, model or tokenizer.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        run_id: bytes | str,
-        *,
-        model: str = "policy",
-        tokenizer_digest: bytes = bytes(32),
-    ) -> None:
-        run_id = bytes.fromhex(run_id) if isinstance(run_id, str) else run_id
-        self._log = _native.RolloutLog(directory, run_id, model, tokenizer_digest)
-        self._reader = self._log.reader()
+    _log: _native.RolloutLog | _native.RolloutProducer
 
     def append(self, **sample: Any) -> int:
         """Appends one sample and returns its position once it is on stable storage.
@@ -239,6 +218,50 @@ class RolloutLog(RolloutReader):
         """Appends several samples, each as for ``append``, makes them durable together, and returns their positions."""
         return self._log.append([_row(**sample) for sample in samples])
 
+    def close(self) -> None:
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+class RolloutLog(_Writer, RolloutReader):
+    """A log, open for writing: durable, in mapped files. One process has it open at a time; threads may share it, and other
+    processes write to it once it is served.
+
+    Args:
+        directory: the log's directory, made if absent.
+        run_id: the training run, 16 bytes or 32 hex digits; ``Publisher.run_id`` is one.
+        model: the model that generates the rollouts.
+        tokenizer_digest: 32 bytes that tell tokenizers apart.
+
+    Raises:
+        BusyError: another process writes it.
+        RefusedError: it belongs to another run, model or tokenizer.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        run_id: bytes | str,
+        *,
+        model: str = "policy",
+        tokenizer_digest: bytes = bytes(32),
+    ) -> None:
+        self._log = _native.RolloutLog(directory, _bytes(run_id), model, tokenizer_digest)
+        self._reader = self._log.reader()
+
+    def serve(self) -> None:
+        """Lets other processes write to the log, each by a ``RolloutProducer``, until it is closed.
+
+        Raises:
+            StoreError: its socket cannot be made.
+        """
+        self._log.serve()
+
     def cursor(self, name: str) -> int:
         """The durable position called ``name``: the next record that its consumer wants; 0 until it is first committed."""
         return self._log.cursor(name)
@@ -255,11 +278,38 @@ class RolloutLog(RolloutReader):
         """Syncs and seals the log, and lets another process write it. What was read of it stays valid."""
         self._log.close()
 
-    def __enter__(self) -> RolloutLog:
-        return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+class RolloutProducer(_Writer):
+    """Appends to a log that another process has open, and serves (``RolloutLog.serve``). That one keeps all books; columns are
+    written to the mapped files from here. Threads may share it, and take turns.
+
+    Args:
+        directory, run_id, model, tokenizer_digest: the log's, as for ``RolloutLog``.
+        timeout: seconds until a process has to serve it, and for each of its answers.
+
+    Raises:
+        RefusedError: the log belongs to another run, model or tokenizer.
+        StoreError: no process serves it in time, or, of ``append``, it is gone. What it had not acknowledged is in the log or not.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        run_id: bytes | str,
+        *,
+        model: str = "policy",
+        tokenizer_digest: bytes = bytes(32),
+        timeout: float = 60.0,
+    ) -> None:
+        self._log = _native.RolloutProducer(directory, _bytes(run_id), model, tokenizer_digest, timeout)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._log.close()
+
+
+def _bytes(run_id: bytes | str) -> bytes:
+    return bytes.fromhex(run_id) if isinstance(run_id, str) else run_id
 
 
 def _row(
