@@ -2,7 +2,9 @@
 
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 
-pub(crate) use driftless::trainer::options::bounds::{at_least_zero, count, ordinal, positive, share};
+pub(crate) use driftless::trainer::options::bounds::{
+    at_least_zero, count, ordinal, positive, reward, share,
+};
 
 /// Whole seconds, up to a year: more is a mistake, and what clocks can add to ends somewhere.
 pub(crate) fn seconds() -> RangedU64ValueParser {

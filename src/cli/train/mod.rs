@@ -527,6 +527,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         .with_learn(learn.options(&run)?)
         .with_seed(args.seed)
         .with_hook_retries(args.task.hook_retries())
+        .with_easy_threshold(args.task.easy_threshold())
         .with_generate_deadline(Duration::from_secs(rollout.draw.generate_deadline));
     update.apply(options)
 }

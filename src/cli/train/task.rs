@@ -44,6 +44,10 @@ pub(crate) struct TaskArgs {
     #[arg(long, value_name = "N", value_parser = numbers::count::<u64>())]
     #[serde(skip)]
     num_epoch: Option<u64>,
+    /// Let prompts rest in the next epoch whose answers had a mean reward of at least R, one epoch longer each time in a row
+    /// [default: all come in each epoch].
+    #[arg(long, value_name = "R", requires = "prompt_data", allow_negative_numbers = true, value_parser = numbers::reward)]
+    easy_threshold: Option<f64>,
     #[command(flatten)]
     #[serde(flatten)]
     eval: EvalArgs,
@@ -99,6 +103,11 @@ impl TaskArgs {
             other => other.to_string(),
         };
         settings.into_iter().map(|(name, value)| (name, text(value))).collect()
+    }
+
+    /// The mean reward from which on a prompt is easy.
+    pub(crate) fn easy_threshold(&self) -> Option<f64> {
+        self.easy_threshold
     }
 
     /// Times that an answer is made again.

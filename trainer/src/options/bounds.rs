@@ -47,6 +47,14 @@ pub fn at_least_zero(text: &str) -> Result<f64, String> {
     number(text, |number| number >= 0.0, "a number from 0 to 1e9")
 }
 
+/// A number that may be negative, such as a reward.
+///
+/// # Errors
+/// What is expected.
+pub fn reward(text: &str) -> Result<f64, String> {
+    number(text, |number| number.abs() <= LARGEST, "a number from -1e9 to 1e9")
+}
+
 /// A share that is not none: above 0, up to 1.
 ///
 /// # Errors

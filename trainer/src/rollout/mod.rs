@@ -5,6 +5,7 @@
 //! says which groups are generated when, and which a step takes. A run that was interrupted goes on with the answers that
 //! the prompts in flight lack, each behind its tokens, then takes the next prompts.
 
+mod curriculum;
 mod fates;
 mod group;
 mod keep;
@@ -39,6 +40,7 @@ use crate::sample::{Engines, Prompt, Turn, Underway, answers_of};
 use crate::schedule::Seen;
 use crate::seed::first_bits;
 use crate::tasks::Task;
+use curriculum::Curriculum;
 use group::{Group, Outcome};
 use keep::Keeper;
 use pieces::Pieces;
@@ -80,6 +82,9 @@ pub struct RolloutOptions {
     pub hook_retries: u64,
     /// How long a reward that is away is left alone before it is asked again.
     pub reward_pause: Duration,
+    /// Prompts whose answers have at least this mean reward rest in the next epoch, longer each time. Only where the source has
+    /// an [order](crate::tasks::DataSource::order).
+    pub easy_threshold: Option<f64>,
 }
 
 impl RolloutOptions {
@@ -97,6 +102,7 @@ impl RolloutOptions {
             vocabulary: None,
             hook_retries: HOOK_RETRIES,
             reward_pause: Duration::from_secs(10),
+            easy_threshold: None,
         }
     }
 }
@@ -131,9 +137,11 @@ impl Rollouts {
         let mut running = Running::default();
         let mut returned = Returned::default();
         let (keeper, mut keeping) = Keeper::start(self.clone());
+        let (order, threshold) = (self.task.source.order(), self.options.easy_threshold);
+        let mut curriculum = blocking(|| Curriculum::open(&self.log.reader(), order, threshold))?;
         loop {
             running.stop(&self.queue.stopped());
-            let (whole, begun) = self.begin(self.queue.start(now())).await?;
+            let (whole, begun) = self.begin(&mut curriculum, self.queue.start(now())).await?;
             for begun in begun {
                 running.spawn(begun.number, self.clone().group(begun, keeper.clone()));
             }
@@ -156,6 +164,7 @@ impl Rollouts {
             let arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
             blocking(|| self.append(&arrived))?;
             for group in arrived {
+                curriculum.see(group.begun.asked, group.scores());
                 self.end(group, returned.row.len())?;
             }
         }
@@ -234,12 +243,24 @@ impl Rollouts {
 
     /// Gets the prompts of these groups, and makes durable that new ones are in flight. Groups that a crash left
     /// whole without the record that they are done come first. Prompts that have changed are refused.
-    async fn begin(&self, orders: Vec<Order>) -> Result<(Vec<Group>, Vec<Begun>)> {
-        let prompts = orders.into_iter().map(async |Order { start, minimum }| {
-            answers_of(start.group, self.options.n_samples_per_prompt)?;
-            let prompt = self.task.source.prompt(start.group).await?;
-            let begun =
-                Begun { number: start.group, seat: start.seat, prompt, minimum, pieces: Pieces::default() };
+    async fn begin(
+        &self,
+        curriculum: &mut Curriculum,
+        orders: Vec<Order>,
+    ) -> Result<(Vec<Group>, Vec<Begun>)> {
+        let orders = orders.into_iter().map(|order| {
+            let asked = match order.start.is_new {
+                true => curriculum.take(),
+                false => self.asked(order.start.group)?,
+            };
+            Ok((order, asked))
+        });
+        let orders = orders.collect::<Result<Vec<_>>>()?;
+        let prompts = orders.into_iter().map(async |(Order { start, minimum }, asked)| {
+            let (number, seat) = (start.group, start.seat);
+            answers_of(number, self.options.n_samples_per_prompt)?;
+            let prompt = self.task.source.prompt(asked).await?;
+            let begun = Begun { number, seat, asked, prompt, minimum, pieces: Pieces::default() };
             Ok::<_, Error>((start.is_new, begun))
         });
         let prompts = futures_util::future::try_join_all(prompts).await?;
@@ -265,6 +286,12 @@ impl Rollouts {
         }
         begun.extend(fresh);
         Ok((whole, begun))
+    }
+
+    /// What the source was asked for, of a group that the log knows.
+    fn asked(&self, group: u64) -> Result<u64> {
+        let prompt = self.log.reader().prompt(group)?;
+        Ok(prompt.map_or(group, |prompt| PromptNote::of(&prompt).asked(group)))
     }
 
     /// Refuses a prompt that is another than when it was taken.
@@ -366,6 +393,8 @@ impl Returned {
 pub(crate) struct Begun {
     number: u64,
     seat: u64,
+    /// The number of its prompt.
+    asked: u64,
     prompt: Prompt,
     minimum: Option<Label>,
     /// What the log has of its answers that are not finished.

@@ -43,6 +43,9 @@ pub struct PromptNote {
     /// What kind of failure that was, where an answer failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outcome: Option<Failure>,
+    /// Which prompt of the source it is, where that is not the group's own number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub asked: Option<u64>,
     /// Its answers that failed, which its group went on without. The log has no samples of theirs.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failed: Vec<FailedAnswer>,
@@ -73,6 +76,17 @@ impl PromptNote {
         serde_json::from_slice(record.metadata()).unwrap_or_default()
     }
 
+    /// Which prompt of the source it is, of a group of this number.
+    #[must_use]
+    pub fn asked(&self, group: u64) -> u64 {
+        self.asked.unwrap_or(group)
+    }
+
+    fn of_group(begun: &Begun) -> Self {
+        let asked = Some(begun.asked).filter(|asked| *asked != begun.number);
+        PromptNote { asked, ..PromptNote::in_flight(&begun.prompt) }
+    }
+
     fn in_flight(prompt: &Prompt) -> Self {
         let short =
             |json: &Option<Box<RawValue>>| json.clone().filter(|json| json.get().len() <= NOTE_BYTES_MAX);
@@ -87,7 +101,7 @@ impl PromptNote {
             Outcome::Filtered(_, why) => (Some(format!("{FILTERED}{why}")), None),
         };
         let failed = group.failed.clone();
-        PromptNote { dropped, outcome, failed, ..PromptNote::in_flight(&group.begun.prompt) }
+        PromptNote { dropped, outcome, failed, ..PromptNote::of_group(&group.begun) }
     }
 
     fn bytes(&self) -> Vec<u8> {
@@ -263,7 +277,7 @@ pub(crate) fn leave_out(log: &Log, number: u64, why: &str) -> Result<()> {
 impl Rollouts {
     /// Makes durable that groups are under way.
     pub(super) fn append_begun(&self, begun: &[Begun]) -> Result<()> {
-        let notes: Vec<_> = begun.iter().map(|begun| PromptNote::in_flight(&begun.prompt).bytes()).collect();
+        let notes: Vec<_> = begun.iter().map(|begun| PromptNote::of_group(begun).bytes()).collect();
         let records = begun.iter().zip(&notes).map(|(begun, note)| {
             prompt(begun.number, begun.seat, PromptState::InFlight, &begun.prompt.tokens, note)
         });

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::data::Tokenizer;
+use crate::data::{Order, Tokenizer};
 use crate::error::Result;
 use crate::hook::{Filters, Hook};
 use crate::reward::Reward;
@@ -90,6 +90,11 @@ pub trait DataSource: Send + Sync + fmt::Debug {
     /// Digest of the prompts, of what rewards are told of each and of their order, where these do not follow from
     /// the seed of the run alone. A run that goes on with another one says so.
     fn digest(&self) -> Option<String> {
+        None
+    }
+
+    /// The order of its prompts, where they come again.
+    fn order(&self) -> Option<Order> {
         None
     }
 

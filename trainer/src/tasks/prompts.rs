@@ -79,6 +79,10 @@ impl DataSource for Prompts {
         Some(digest.finalize().to_hex().to_string())
     }
 
+    fn order(&self) -> Option<Order> {
+        Some(self.order)
+    }
+
     fn tokenizer(&self) -> &Tokenizer {
         &self.data.tokenizer
     }

@@ -128,6 +128,8 @@ pub struct TrainOptions {
     pub generate_deadline: Duration,
     /// Times that an answer is made again whose hook died or was late.
     pub hook_retries: u64,
+    /// Prompts whose answers have at least this mean reward rest in the next epoch, longer each time; none do, if `None`.
+    pub easy_threshold: Option<f64>,
 }
 
 /// Stands for the number of steps done in [`TrainOptions::save_hf`].
@@ -214,6 +216,7 @@ impl TrainOptions {
             update_deadline: Duration::from_secs(300),
             generate_deadline: Duration::from_secs(600),
             hook_retries: HOOK_RETRIES,
+            easy_threshold: None,
         }
     }
 

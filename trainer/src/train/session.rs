@@ -362,6 +362,7 @@ impl<'o> Session<'o> {
                 rollout_max_context_len: options.rollout_max_context_len,
                 vocabulary: crate::data::vocabulary(&options.hf_checkpoint)?,
                 hook_retries: options.hook_retries,
+                easy_threshold: options.easy_threshold,
                 ..RolloutOptions::new(options.rollout_batch_size, options.n_samples_per_prompt)
             },
             log: self.log.own()?.clone(),

@@ -5,6 +5,7 @@
 
 mod answers;
 mod pieces;
+mod rests;
 mod surplus;
 
 use async_trait::async_trait;
