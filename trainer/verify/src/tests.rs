@@ -108,7 +108,8 @@ impl Scene {
     fn report(&self) -> Report {
         let dir = tempfile::tempdir().unwrap();
         let log = write(&dir.path().join("log"), &self.samples);
-        let scalars = Scalars { sample_id: 1, status: PromptState::Done.code(), ..Scalars::default() };
+        let scalars =
+            Scalars { sample_id: 1, group_id: 1, status: PromptState::Done.code(), ..Scalars::default() };
         let prompt = self.note.map(|note| Sample {
             kind: Kind::Prompt,
             scalars,
@@ -121,7 +122,9 @@ impl Scene {
         for (step, groups) in self.groups.iter().enumerate() {
             let reader = other.as_ref().unwrap_or(&log).reader();
             let mut records: Vec<Record> = reader.iter(Position(0)).map(Result::unwrap).collect();
-            records.retain(|record| groups.contains(&record.scalars().group_id));
+            records.retain(|record| {
+                record.kind() == Kind::Sample && groups.contains(&record.scalars().group_id)
+            });
             records.sort_by_key(|record| (record.scalars().group_id, record.scalars().sample_id));
             let samples: Vec<_> = records.iter().map(digest::of_sample).collect();
             let recipe = serde_json::json!({ "n_samples_per_prompt": ANSWERS });
