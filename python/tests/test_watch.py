@@ -1,8 +1,14 @@
-"""The sidecar for W&B and trackio, against a module that keeps what it is told."""
+"""The sidecar for W&B and trackio: with these packages, and against a module that keeps what it is told.
+
+``DRIFTLESS_CLIENTS_PYTHON`` names an interpreter that has the packages.
+"""
 
 import json
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +49,25 @@ def test_steps_are_told_once_also_by_a_second_sidecar(tmp_path, monkeypatch, to)
     metrics.write_text(line(0) + line(1) + line(2))
     watch.main([str(run), f"--{to}", "--once"])
     assert [step for step, _ in kept.logged] == [0, 1, 2] and kept.ended == 2
+
+
+CLIENTS = os.environ.get("DRIFTLESS_CLIENTS_PYTHON")
+
+
+@pytest.mark.skipif(not CLIENTS, reason="DRIFTLESS_CLIENTS_PYTHON is not set")
+@pytest.mark.parametrize("to", ["wandb", "trackio"])
+def test_packages_have_each_step_once_behind_a_second_sidecar(tmp_path, to):
+    run = tmp_path / "math"
+    run.mkdir()
+    own = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_DIR": str(tmp_path), "WANDB_MODE": "offline"}
+    call = {"check": True, "timeout": 120, "env": {**os.environ, **own}}
+    for steps in (range(2), range(3)):
+        (run / "metrics.jsonl").write_text("".join(line(step, reward=step / 4, publication={"density": 0.5}) for step in steps))
+        subprocess.run([CLIENTS, watch.__file__, str(run), f"--{to}", "--once"], **call)
+    read = [CLIENTS, Path(__file__).with_name("sidecars.py"), to, tmp_path]
+    kept = json.loads(subprocess.run(read, capture_output=True, **call).stdout)
+    told = [tuple(one[name] for name in ("_step", "rollout_id", "reward", "publication/density")) for one in kept]
+    assert told == [(step, step, step / 4, 0.5) for step in range(3)]
 
 
 def test_run_without_metrics_yet_is_told_of_nothing(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ mod mcp;
 mod mistakes;
 mod odd_files;
 mod pipes;
+mod prompts;
 mod repair;
 mod serving;
 mod shown;

@@ -25,7 +25,7 @@ struct Home {
 const HOMES: [&Home; 5] = [&REWARDS, &VERIFIERS, &TOOLS, &FAMILIES, &OPENENV];
 
 const REWARDS: Home = Home {
-    name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0-opentelemetry-proto-1.45.2",
+    name: "math-verify-0.9.0-reasoning-gym-0.1.25-tensorboard-2.21.0-openai-3.57.0-anthropic-2.14.0-opentelemetry-proto-1.45.2-wandb-0.31.0-trackio-0.43.0",
     packages: &[
         "math-verify==0.9.0",
         "reasoning-gym==0.1.25",
@@ -33,6 +33,8 @@ const REWARDS: Home = Home {
         "openai==3.57.0",
         "anthropic==2.14.0",
         "opentelemetry-proto==1.45.2",
+        "wandb==0.31.0",
+        "trackio==0.43.0",
     ],
     bare: &[],
     programs: &[],

@@ -5,6 +5,7 @@ mod lines;
 mod mcp;
 mod mismatch;
 mod outlines;
+mod prompts;
 pub(super) mod read;
 mod samples;
 mod serve;

@@ -2,6 +2,7 @@
 
 use super::mismatch::{self, Mismatches, Worst};
 use super::outlines::{self, cause, outline};
+use super::prompts::{Again, again};
 use super::read::{Taken, json};
 use crate::cli::log::show::{groups, ids};
 use crate::cli::log::texts::{Texts, log_in};
@@ -148,8 +149,9 @@ struct Shown {
     mask: Vec<u8>,
     /// Version, first token, and one past the last.
     spans: Vec<(u64, u32, u32)>,
-    /// The answers to the same prompt.
+    /// The answers to the same prompt, and other groups of it.
     group: Vec<Row>,
+    again: Vec<Again>,
 }
 
 /// The log of a run, opened when it is first asked for.
@@ -260,6 +262,10 @@ impl Samples {
         let group = group.into_iter().find(|group| group.group_id == scalars.group_id);
         let group = group.iter().flat_map(|group| &group.records).take(ROWS_MAX);
         let note = note(&reader, &record);
+        let again = match scalars.evaluation {
+            true => Vec::new(),
+            false => again(&reader, scalars.group_id, &note, taken),
+        };
         let (prompt, texts, untold) = self.texts(&reader, &record);
         let learned = taken.step_of(scalars.group_id, scalars.rollout_id).unwrap_or(scalars.rollout_id);
         let (known, _) = self.mismatches(&reader, Which::Learned, learned)?;
@@ -278,6 +284,7 @@ impl Samples {
             mask: record.loss_mask().iter().take(TOKENS_MAX).copied().collect(),
             spans: record.spans().iter().map(|span| (span.version, span.start, span.end)).collect(),
             group: group.map(|record| row(record, Which::Learned, &reader, &known)).collect(),
+            again,
         })
     }
 

@@ -122,9 +122,11 @@ function detail(one, query) {
   } }, SHADES.map(([value, text]) => D.el("option", { value, selected: value === by }, text)));
   place.append(...tokens(one, by, told));
   const group = one.group.map((row) => D.el("button", { className: String(row.position) === query.position ? "chosen" : "", title: `${row.finish}, ${row.tokens} tokens`, onclick: () => D.choose({ position: row.position }) }, reward(row)));
+  const again = one.again.map((row) => D.el("button", { title: `${row.answers} answers`, onclick: () => D.choose({ step: row.step, position: row.position, from: "" }) }, `step ${row.step}: ${D.number(row.reward)}`));
   const beyond = one.tokens - one.texts.length;
   return [D.el("button", { className: "close", "aria-label": "close", onclick: () => D.choose({ position: "" }) }, "×"), list,
     group.length > 1 ? [D.el("h3", null, "Its group"), D.el("div", { className: "group" }, group)] : null,
+    again.length ? [D.el("h3", null, "The same prompt at other steps, and its mean reward"), D.el("div", { className: "group again" }, again)] : null,
     D.el("h3", null, "Prompt"), one.prompt === null ? D.note(one.untold) : D.el("pre", null, D.visible(one.prompt)),
     D.el("h3", null, "Answer "), D.el("div", { className: "controls" }, shade, told), place, beyond > 0 ? D.note(`${beyond} more tokens are not shown.`) : null].flat(2).filter(Boolean);
 }

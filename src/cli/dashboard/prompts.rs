@@ -1,0 +1,49 @@
+//! The answers to one prompt at other steps: what the policy makes of it, as it learns.
+
+use driftless::buffer::{PromptState, Reader, Record};
+use driftless::trainer::rollout::PromptNote;
+use serde::Serialize;
+
+use super::read::Taken;
+
+/// Prompts that are looked at, from the newest on.
+const LOOKED_MAX: usize = 16_384;
+/// Groups that are listed.
+const LISTED_MAX: usize = 32;
+
+/// Another group of the same prompt.
+#[derive(Serialize)]
+pub(super) struct Again {
+    /// The step that learned from it, or that it was generated for.
+    step: u64,
+    /// The mean reward of its answers.
+    reward: f64,
+    answers: usize,
+    /// Of its first answer.
+    position: u64,
+}
+
+/// The other groups of the prompt of this one, by their steps: the newest that the log still has.
+pub(super) fn again(reader: &Reader, group: u64, note: &PromptNote, taken: &Taken) -> Vec<Again> {
+    let Some(source) = &note.source else { return Vec::new() };
+    let prompts = reader.prompts(PromptState::Done).into_iter().rev().take(LOOKED_MAX);
+    let same = prompts.filter(|prompt| {
+        prompt.scalars().sample_id != group && PromptNote::of(prompt).source.as_ref() == Some(source)
+    });
+    let mut found: Vec<Again> =
+        same.filter_map(|prompt| of_group(reader, &prompt, taken)).take(LISTED_MAX).collect();
+    found.sort_by_key(|again| (again.step, again.position));
+    found
+}
+
+fn of_group(reader: &Reader, prompt: &Record, taken: &Taken) -> Option<Again> {
+    let (number, seat) = (prompt.scalars().sample_id, prompt.scalars().rollout_id);
+    let group = reader.groups(seat, 1).into_iter().find(|group| group.group_id == number)?;
+    let rewards = group.records.iter().map(|record| f64::from(record.scalars().reward));
+    Some(Again {
+        step: taken.step_of(number, seat).unwrap_or(seat),
+        reward: rewards.sum::<f64>() / group.records.len().max(1) as f64,
+        answers: group.records.len(),
+        position: group.records.first()?.position().0,
+    })
+}
