@@ -132,6 +132,11 @@ impl Rollouts {
                 Ok(parts) => break (parts, underway.first_us()),
                 Err(error) => {
                     let failure = error.failure();
+                    // Without an engine, and at the end of the run, it goes on later behind its tokens.
+                    let goes_on = matches!(&error, Error::Bridge(error) if error.is_no_engine());
+                    if !goes_on && !matches!(error, Error::Cancelled) {
+                        self.queue.lost(*number, &turn.meter);
+                    }
                     attempt = self.attempt_after(attempt, error)?;
                     self.queue.failed(failure, true);
                 }

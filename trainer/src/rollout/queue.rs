@@ -9,7 +9,7 @@ use driftless_bridge::engine::Meter;
 use driftless_buffer::{PromptState, Reader};
 use tokio::sync::Notify;
 
-use super::fates::{Fates, TOO_OLD};
+use super::fates::{FAILED, Fates, TOO_OLD};
 use super::record::{FILTERED, PromptNote};
 use super::{now, parts};
 use crate::failure::Failure;
@@ -258,7 +258,7 @@ impl Queue {
         state.since.dropped.failed += dropped.failed;
         state.since.dropped.filtered += dropped.filtered;
         if let Seen::LeftOut(group) = seen {
-            state.fates.leave_out(group, if dropped.filtered > 0 { "filtered" } else { "failed" });
+            state.fates.leave_out(group, if dropped.filtered > 0 { "filtered" } else { FAILED });
         }
         state.schedule.see(seen);
         self.for_training.notify_one();
@@ -277,7 +277,12 @@ impl Queue {
         self.state().fates.kept()
     }
 
-    /// The meter of requests of a group, or of those that are measured only.
+    /// Counts what an attempt at an answer of a group drew as lost.
+    pub(super) fn lost(&self, group: u64, attempt: &Meter) {
+        self.state().fates.fail(group, attempt);
+    }
+
+    /// The meter of an attempt at an answer of a group, or of those that are measured only.
     pub(super) fn meter(&self, group: Option<u64>) -> Meter {
         self.state().fates.meter(group)
     }
