@@ -43,6 +43,8 @@ pub use driftless_bridge as bridge;
 pub use driftless_buffer as buffer;
 #[cfg(feature = "delta")]
 pub use driftless_delta as delta;
+#[cfg(feature = "trainer")]
+pub use driftless_evaluate as evaluate;
 #[cfg(feature = "follower")]
 pub use driftless_follower as follower;
 #[cfg(feature = "http")]

@@ -8,7 +8,6 @@ pub mod advantage;
 pub mod data;
 pub mod door;
 mod error;
-pub mod evaluate;
 pub mod events;
 mod failure;
 pub mod goodput;

@@ -24,7 +24,7 @@ pub use serve::serve;
 pub use wire::{Hello, PROTOCOL};
 
 /// Name of the policy among the models of a run.
-pub(crate) const MODEL: &str = "policy";
+pub const MODEL: &str = "policy";
 
 /// Where a learner finds what it works on, and where it keeps its state.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -11,7 +11,10 @@ use crate::error::{Error, Result};
 use crate::learner::MODEL;
 
 /// Opens the log of a run in a directory, or begins it. Its tokens are those of the checkpoint's tokenizer.
-pub(crate) fn open_log(dir: &Path, hf_checkpoint: &Path, run_id: RunId) -> Result<Log> {
+///
+/// # Errors
+/// [`Error::Io`] for that tokenizer, and what the log says: [`Error::Buffer`].
+pub fn open_log(dir: &Path, hf_checkpoint: &Path, run_id: RunId) -> Result<Log> {
     let tokenizer = hf_checkpoint.join("tokenizer.json");
     let tokenizer = match regular::read(&tokenizer) {
         Ok(bytes) => bytes,

@@ -17,6 +17,9 @@ use crate::options::Mode;
 use crate::sample::Engines;
 use crate::tasks::Task;
 
+/// What the names of followers begin with that bring versions to evaluations: they are no hosts of the run.
+pub const EVAL_FOLLOWER: &str = "driftless-eval-";
+
 /// Prompts to measure on.
 #[derive(Debug, Clone)]
 pub struct EvalSet {

@@ -18,8 +18,8 @@ mod record;
 
 pub use crate::schedule::Policy;
 pub use group::{answer, rewards};
-pub(crate) use log::open_log;
-pub use measure::EvalSet;
+pub use log::open_log;
+pub use measure::{EVAL_FOLLOWER, EvalSet};
 pub(crate) use parts::{Kept, group, raw_reward};
 pub use queue::{Dropped, Failures, Queue, Since};
 pub(crate) use record::leave_out;

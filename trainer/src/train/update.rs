@@ -22,9 +22,9 @@ use super::converge::serves;
 use super::versions::Versions;
 use super::weights::weights_digest;
 use crate::error::{Error, Result};
-use crate::evaluate::FOLLOWER_ID;
 use crate::learner::MODEL;
 use crate::metrics::{PublicationMetrics, unix_us};
+use crate::rollout::EVAL_FOLLOWER;
 
 /// Time between two looks at acknowledgements that are still to be written.
 const ACK_AGAIN: Duration = Duration::from_millis(20);
@@ -216,7 +216,7 @@ impl Updates {
     fn told(&self, version: Version) -> Result<Told> {
         let mut told = Told::default();
         // An evaluation brings old versions to engines of its own.
-        let of_hosts = |entry: &Entry| !entry.key.name().starts_with(FOLLOWER_ID);
+        let of_hosts = |entry: &Entry| !entry.key.name().starts_with(EVAL_FOLLOWER);
         for entry in self.run.followers()?.into_iter().filter(of_hosts) {
             let bytes = self.run.store().get(&entry.key, None).map_err(driftless_transport::Error::from)?;
             // A follower that is at another version, or of a newer program, tells nothing about this one.

@@ -206,9 +206,14 @@ pub(super) const HOUSES: &[House] = &[
             &["hook", "learner"],
             &["tasks"],
             &["rollout"],
-            &["evaluate"],
             &["train"],
         ],
+    },
+    House {
+        name: "driftless-evaluate",
+        below: &["driftless-bridge", "driftless-store", "driftless-trainer", "driftless-transport"],
+        lines_max: LINES_MAX,
+        floors: &[&["in_use", "versions"]],
     },
     House {
         name: "driftless-verify",

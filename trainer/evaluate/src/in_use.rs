@@ -5,8 +5,8 @@ use driftless_bridge::fleet::EngineStatus;
 use driftless_transport::Run;
 use driftless_transport::gc::{self, GcOptions, Lease};
 
-use crate::error::{Error, Result};
-use crate::learner::MODEL;
+use driftless_trainer::learner::MODEL;
+use driftless_trainer::{Error, Result};
 
 /// Refuses engines that another follower keeps on a version, or that serve a version of a run that is not known here.
 /// `own` is the name of the follower that is to have them.

@@ -27,16 +27,14 @@ use driftless_transport::{self as transport, Follower, Publisher, Run, Version};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::error::{Error, Result, input, io};
-use crate::learner::MODEL;
-use crate::metrics::EvalMetrics;
-use crate::rollout::{EvalSet, HOOK_RETRIES, RolloutOptions, Rollouts, open_log};
-use crate::seed::first_bits;
+use driftless_trainer::data::vocabulary;
+use driftless_trainer::learner::MODEL;
+use driftless_trainer::metrics::EvalMetrics;
+use driftless_trainer::rollout::{EVAL_FOLLOWER, EvalSet, HOOK_RETRIES, RolloutOptions, Rollouts, open_log};
+use driftless_trainer::seed::first_bits;
+use driftless_trainer::{Error, Result};
 
 pub use versions::Wanted;
-
-/// What the names of followers begin with that bring versions to evaluations: they are no hosts of the run.
-pub const FOLLOWER_ID: &str = "driftless-eval-";
 
 /// Between two attempts at a follower whose loop looks at its engines.
 const BUSY_AGAIN: Duration = Duration::from_millis(20);
@@ -180,7 +178,11 @@ impl Evaluation {
         if options.sets.is_empty() {
             return Err(input("eval_prompt_data", "prompts to measure on", "none"));
         }
-        let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
+        let runtime = Runtime::new().map_err(|source| Error::Io {
+            action: "start threads for",
+            path: "the engines' connections".into(),
+            source,
+        })?;
         for set in &options.sets {
             set.task.source.check(&options.hf_checkpoint)?;
             runtime.block_on(set.task.ready())?;
@@ -195,7 +197,7 @@ impl Evaluation {
         };
         let serving: Arc<Mutex<Option<Label>>> = Arc::default();
         let fleet = Arc::new(runtime.block_on(attach(&options, serving.clone()))?);
-        let id = format!("{FOLLOWER_ID}{}", default_id(&options.checkpoint_dir));
+        let id = format!("{EVAL_FOLLOWER}{}", default_id(&options.checkpoint_dir));
         if !options.engines_in_use {
             in_use::check(run.as_ref(), &id, &runtime.block_on(fleet.look())?)?;
         }
@@ -291,7 +293,7 @@ impl Evaluation {
             scope: first_bits(run.id().as_bytes()),
             seed: options.seed,
             rollout_max_context_len: options.rollout_max_context_len,
-            vocabulary: crate::data::vocabulary(&options.hf_checkpoint)?,
+            vocabulary: vocabulary(&options.hf_checkpoint)?,
             hook_retries: options.hook_retries,
             ..RolloutOptions::new(1, 1)
         };
@@ -370,6 +372,10 @@ impl Evaluation {
             tracing::warn!(id = self.id, %error, "its lease stays in the store until it runs out");
         }
     }
+}
+
+fn input(what: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
+    Error::Input { what: what.to_owned(), expected: expected.into(), found: found.into() }
 }
 
 /// Throws a stop when it goes.

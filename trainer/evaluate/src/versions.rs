@@ -6,8 +6,10 @@ use std::str::FromStr;
 
 use driftless_transport::{self as transport, Replica, Run, Version};
 
-use crate::error::{Error, Result, input};
-use crate::learner::MODEL;
+use driftless_trainer::learner::MODEL;
+use driftless_trainer::{Error, Result};
+
+use crate::input;
 
 /// How a list is written.
 const FORM: &str = "a list such as `latest`, `0,10,20`, `10..`, `0..40` or `0..40/10`";
