@@ -52,7 +52,8 @@ struct Asked {
 
 impl Rollouts {
     /// What only measures on sets with the parts of `task`, and generates nothing to learn from.
-    pub(crate) fn to_measure(
+    #[must_use]
+    pub fn to_measure(
         engines: Arc<dyn Engines>,
         task: Task,
         log: Log,
@@ -64,9 +65,12 @@ impl Rollouts {
         Arc::new(Rollouts { engines, task, log, progress, queue, options })
     }
 
-    /// Measures on each of these sets, one after the other. One of which no prompt could be measured is left out, unless
-    /// that `is_mistake`.
-    pub(crate) async fn measure_all(
+    /// Measures on each of these sets, one after the other, with weights of `step`, and of `minimum` or later. One of which no
+    /// prompt could be measured is left out, unless that `is_mistake`.
+    ///
+    /// # Errors
+    /// That of the first prompt of such a set, if it is a mistake; otherwise what the log says.
+    pub async fn measure_all(
         self: &Arc<Self>,
         sets: &[EvalSet],
         step: u64,
