@@ -289,14 +289,12 @@ impl Evaluation {
     fn rollouts(&self, run: &Run) -> Result<Arc<Rollouts>> {
         let options = &self.options;
         let log = open_log(&options.log, &options.hf_checkpoint, run.id())?;
-        let settings = RolloutOptions {
-            scope: first_bits(run.id().as_bytes()),
-            seed: options.seed,
-            rollout_max_context_len: options.rollout_max_context_len,
-            vocabulary: vocabulary(&options.hf_checkpoint)?,
-            hook_retries: options.hook_retries,
-            ..RolloutOptions::new(1, 1)
-        };
+        let mut settings = RolloutOptions::new(1, 1)
+            .with_scope(first_bits(run.id().as_bytes()))
+            .with_seed(options.seed)
+            .with_hook_retries(options.hook_retries);
+        settings.rollout_max_context_len = options.rollout_max_context_len;
+        settings.vocabulary = vocabulary(&options.hf_checkpoint)?;
         let [first, ..] = &options.sets[..] else {
             return Err(Error::Bug { what: "an evaluation of no set" });
         };
@@ -374,8 +372,8 @@ impl Evaluation {
     }
 }
 
-fn input(what: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
-    Error::Input { what: what.to_owned(), expected: expected.into(), found: found.into() }
+fn input(what: &str, expected: impl Into<String>, found: impl ToString) -> Error {
+    Error::Input { what: what.to_owned(), expected: expected.into(), found: found.to_string() }
 }
 
 /// Throws a stop when it goes.
