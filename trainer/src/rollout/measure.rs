@@ -53,12 +53,7 @@ struct Asked {
 impl Rollouts {
     /// What only measures on sets with the parts of `task`, and generates nothing to learn from.
     #[must_use]
-    pub fn to_measure(
-        engines: Arc<dyn Engines>,
-        task: Task,
-        log: Log,
-        options: RolloutOptions,
-    ) -> Arc<Self> {
+    pub fn to_measure(engines: Arc<dyn Engines>, task: Task, log: Log, options: RolloutOptions) -> Arc<Self> {
         let policy = Policy::new(Mode::Synchronous, options.rollout_batch_size, 0);
         let queue = Queue::open(policy, &log.reader(), options.n_samples_per_prompt, 0, BTreeMap::new());
         let (progress, queue): (Progress, _) = (Arc::new(|_, _, _| {}), Arc::new(queue));
