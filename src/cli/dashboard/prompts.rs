@@ -1,6 +1,6 @@
 //! The answers to one prompt at other steps: what the policy makes of it, as it learns.
 
-use driftless::buffer::{PromptState, Reader, Record};
+use driftless::buffer::{Reader, Record};
 use driftless::trainer::rollout::PromptNote;
 use serde::Serialize;
 
@@ -26,10 +26,10 @@ pub(super) struct Again {
 /// The other groups of the prompt of this one, by their steps: the newest that the log still has.
 pub(super) fn again(reader: &Reader, group: u64, note: &PromptNote, taken: &Taken) -> Vec<Again> {
     let Some(source) = &note.source else { return Vec::new() };
-    let prompts = reader.prompts(PromptState::Done).into_iter().rev().take(LOOKED_MAX);
-    let same = prompts.filter(|prompt| {
-        prompt.scalars().sample_id != group && PromptNote::of(prompt).source.as_ref() == Some(source)
-    });
+    let others = (0..reader.next_prompt()).rev().take(LOOKED_MAX).filter(|number| *number != group);
+    // What is damaged is told by `log verify`.
+    let prompts = others.filter_map(|number| reader.prompt(number).ok().flatten());
+    let same = prompts.filter(|prompt| PromptNote::of(prompt).source.as_ref() == Some(source));
     let mut found: Vec<Again> =
         same.filter_map(|prompt| of_group(reader, &prompt, taken)).take(LISTED_MAX).collect();
     found.sort_by_key(|again| (again.step, again.position));
