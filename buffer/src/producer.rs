@@ -37,20 +37,27 @@ impl Producer {
     /// [`Error::Owner`] when no process answers in time, [`Error::Identity`] when its log belongs to another
     /// run, model or tokenizer, [`Error::Io`] when there is no such directory.
     pub fn connect(dir: impl AsRef<Path>, identity: &Identity, deadline: Duration) -> Result<Self> {
-        let root = dir.as_ref();
         let until = Instant::now() + deadline;
         loop {
-            match Connection::open(root, deadline) {
-                Ok((connection, found)) => {
-                    if let Some((what, expected, found)) = identity.difference(&found) {
-                        return Err(Error::Identity { path: root.join(SOCKET), what, expected, found });
-                    }
-                    return Ok(Self { connection: Arc::new(connection) });
-                }
+            match Self::try_connect(&dir, identity, deadline) {
                 Err(Error::Owner { .. }) if Instant::now() < until => std::thread::sleep(RETRY),
-                Err(error) => return Err(error),
+                connected => return connected,
             }
         }
+    }
+
+    /// The same, without waiting for a process that serves the log; `deadline` bounds each answer of one that does.
+    ///
+    /// # Errors
+    ///
+    /// As [`Producer::connect`].
+    pub fn try_connect(dir: impl AsRef<Path>, identity: &Identity, deadline: Duration) -> Result<Self> {
+        let root = dir.as_ref();
+        let (connection, found) = Connection::open(root, deadline)?;
+        if let Some((what, expected, found)) = identity.difference(&found) {
+            return Err(Error::Identity { path: root.join(SOCKET), what, expected, found });
+        }
+        Ok(Self { connection: Arc::new(connection) })
     }
 
     /// Takes space for a record, to be written in place.

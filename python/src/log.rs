@@ -21,6 +21,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// How long the owner of a log may take for an answer to a producer.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 /// Time between two looks at whether a wait is to end.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -166,8 +168,7 @@ impl RolloutProducer {
         let identity = Identity { run_id, model, tokenizer_digest };
         let (until, stop) = (Instant::now() + deadline, Stop::new());
         let connect = || loop {
-            match Producer::connect(&dir, &identity, deadline) {
-                // Without an owner it has not waited.
+            match Producer::try_connect(&dir, &identity, ANSWER_DEADLINE) {
                 Err(LogError::Owner { .. }) if Instant::now() < until && !stop.is_stopped() => {
                     std::thread::sleep(LOOK);
                 }

@@ -166,6 +166,7 @@ def test_steps_hold_whole_rollouts_in_their_order():
     assert steps([7, 3, 9, 5], 2) == [[0, 1], [2, 3]]
     assert steps([7, 7, 3, 9, 3], 2) == [[0, 1, 2, 4], [3]]
     assert steps([1, 2], None) == [[0, 1]]
+    assert steps([0, 1, 3, 5, 6], 4) == [[0, 1, 2], [3, 4]]
     assert steps([], 2) == []
 
 

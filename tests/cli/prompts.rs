@@ -2,6 +2,7 @@
 
 use crate::dashboard::{Dashboard, file};
 use crate::log::run_with_samples;
+use driftless_buffer::sample::{ColumnId, Element};
 use driftless_buffer::{Kind, Log, Options, PromptState, Reader, Sample, Scalars};
 use serde_json::json;
 
@@ -16,11 +17,13 @@ fn the_same_prompt_is_shown_at_its_other_steps() {
     // Of four groups of two answers, those of steps 10, 11 and 13 are of one row.
     for (group, row) in [(10_u64, 1), (11, 1), (12, 2), (13, 1)] {
         let of_group = Scalars { group_id: group, rollout_id: group, ..Scalars::default() };
-        for answer in 0..2 {
-            let reward = if answer == 0 { 1.0 } else { (group - 10) as f32 };
-            let scalars = Scalars { sample_id: 2 * group + answer, reward, status: 1, ..of_group };
+        // The first answer has two samples. What is learned from is another reward than the one that was given.
+        for (id, reward) in [(0, 1.0_f32), (Scalars::ANSWERS_MAX, 1.0), (1, (group - 10) as f32)] {
+            let given = reward.to_le_bytes();
+            let extra = [(ColumnId::REWARDS, Element::F32, &given[..])];
+            let scalars = Scalars { sample_id: 2 * group + id, reward: -9.0, status: 1, ..of_group };
             let sample = Sample { scalars, prompt_len: 2, tokens: &[0, 1, 2], ..Sample::default() };
-            let sample = Sample { log_probs: &[-1.0], loss_mask: &[1], ..sample };
+            let sample = Sample { log_probs: &[-1.0], loss_mask: &[1], extra: &extra, ..sample };
             positions.push(log.append(&sample).expect("room").wait().expect("a disk").position().0);
         }
         let note = json!({ "source": format!("prompts.jsonl:{row}") }).to_string();
@@ -34,7 +37,7 @@ fn the_same_prompt_is_shown_at_its_other_steps() {
     let board = Dashboard::of(dir.path(), &[&run_dir], None);
     let again = |nth: usize| board.get(&format!("/api/sample?position={}", positions[nth]))["again"].clone();
     let of = |step: u64, reward: f64, nth: usize| json!({ "step": step, "reward": reward, "answers": 2, "position": positions[nth] });
-    assert_eq!(again(2), json!([of(11, 0.5, 0), of(13, 2.0, 6)]));
-    assert_eq!(again(7), json!([of(11, 0.5, 0), of(11, 1.0, 2)]));
-    assert_eq!(again(4), json!([]), "no other group is of this row");
+    assert_eq!(again(3), json!([of(11, 0.5, 0), of(13, 2.0, 9)]));
+    assert_eq!(again(11), json!([of(11, 0.5, 0), of(11, 1.0, 3)]));
+    assert_eq!(again(6), json!([]), "no other group is of this row");
 }

@@ -37,7 +37,7 @@ pub struct StepMetrics {
     /// Groups that were learned from.
     #[serde(default)]
     pub groups: u64,
-    /// Their answers, but for those that failed.
+    /// Their answers, but for those that failed. One of several samples counts once.
     #[serde(default)]
     pub answers: u64,
     /// Groups whose samples all have one reward: nothing can be learned from comparing them.

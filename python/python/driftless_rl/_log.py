@@ -251,7 +251,7 @@ class RolloutLog(_Writer, RolloutReader):
         model: str = "policy",
         tokenizer_digest: bytes = bytes(32),
     ) -> None:
-        self._log = _native.RolloutLog(directory, _bytes(run_id), model, tokenizer_digest)
+        self._log: _native.RolloutLog = _native.RolloutLog(directory, _bytes(run_id), model, tokenizer_digest)
         self._reader = self._log.reader()
 
     def serve(self) -> None:
@@ -285,7 +285,7 @@ class RolloutProducer(_Writer):
 
     Args:
         directory, run_id, model, tokenizer_digest: the log's, as for ``RolloutLog``.
-        timeout: seconds until a process has to serve it, and for each of its answers.
+        timeout: seconds until a process has to serve it. It has 60 seconds for each answer.
 
     Raises:
         RefusedError: the log belongs to another run, model or tokenizer.

@@ -2,6 +2,7 @@
 
 use driftless::buffer::{Reader, Record};
 use driftless::trainer::rollout::PromptNote;
+use driftless::trainer::sample::part_of;
 use serde::Serialize;
 
 use super::read::Taken;
@@ -16,7 +17,7 @@ const LISTED_MAX: usize = 32;
 pub(super) struct Again {
     /// The step that learned from it, or that it was generated for.
     step: u64,
-    /// The mean reward of its answers.
+    /// The mean of the rewards that its answers were given.
     reward: f64,
     answers: usize,
     /// Of its first answer.
@@ -39,11 +40,15 @@ pub(super) fn again(reader: &Reader, group: u64, note: &PromptNote, taken: &Take
 fn of_group(reader: &Reader, prompt: &Record, taken: &Taken) -> Option<Again> {
     let (number, seat) = (prompt.scalars().sample_id, prompt.scalars().rollout_id);
     let group = reader.groups(seat, 1).into_iter().find(|group| group.group_id == number)?;
-    let rewards = group.records.iter().map(|record| f64::from(record.scalars().reward));
+    // As it was given, once an answer.
+    let answers: Vec<&Record> =
+        group.records.iter().filter(|record| part_of(record.scalars().sample_id) == 0).collect();
+    let reward = |record: &&Record| record.rewards().first().copied().unwrap_or(record.scalars().reward);
     Some(Again {
         step: taken.step_of(number, seat).unwrap_or(seat),
-        reward: rewards.sum::<f64>() / group.records.len().max(1) as f64,
-        answers: group.records.len(),
-        position: group.records.first()?.position().0,
+        reward: answers.iter().map(|record| f64::from(reward(record))).sum::<f64>()
+            / answers.len().max(1) as f64,
+        answers: answers.len(),
+        position: answers.first()?.position().0,
     })
 }

@@ -127,6 +127,9 @@ fn text(path: &Path, args: &Args) -> Result<Course> {
 
 /// Conversations of files, or worked problems.
 fn conversations(args: &Args) -> Result<Course> {
+    if let Some(found) = args.task.easy_threshold() {
+        return Err(Error::usage("--easy-threshold", "none where answers are given, and not drawn", found));
+    }
     let fresh = args.hf_checkpoint.is_none();
     let (batch_size, lr) = if fresh { (FRESH_BATCH_SIZE, FRESH_LR) } else { (super::BATCH_SIZE, LR) };
     let batch_size = args.rollout.rollout_batch_size.unwrap_or(batch_size);

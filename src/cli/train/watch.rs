@@ -81,7 +81,9 @@ impl WatchArgs {
             watched.servers.push(server);
         }
         if let Some(endpoint) = &self.otlp_endpoint {
-            let headers = std::env::var("OTEL_EXPORTER_OTLP_HEADERS").unwrap_or_default();
+            // What is no UTF-8 is no header, and is refused as one.
+            let headers = std::env::var_os("OTEL_EXPORTER_OTLP_HEADERS").unwrap_or_default();
+            let headers = headers.to_string_lossy();
             watched.sinks.push(Box::new(Otlp::new(run, endpoint, &headers)?));
         }
         Ok(watched)

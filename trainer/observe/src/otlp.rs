@@ -12,8 +12,10 @@ use driftless_trainer::events::{Event, Fact, Sink};
 
 use crate::prometheus::Prometheus;
 
-/// How long a collector may take.
-const DEADLINE: Duration = Duration::from_secs(5);
+/// How long a collector may take: less than the run waits at its end for what is told of it.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// How long one that did not take a step is left alone.
+const REST_MS: u64 = 30_000;
 /// Bytes of its answer that are read.
 const ANSWER_BYTES_MAX: u64 = 1 << 16;
 /// `AGGREGATION_TEMPORALITY_CUMULATIVE`.
@@ -29,8 +31,8 @@ pub struct Otlp {
     client: Client,
     /// When the first fact came, in milliseconds since 1970: since then counters count.
     begun_ms: Option<u64>,
-    /// The collector did not take the last step.
-    is_deaf: bool,
+    /// When the collector did not take a step, if it has taken none since.
+    deaf_since_ms: Option<u64>,
 }
 
 impl Otlp {
@@ -41,12 +43,15 @@ impl Otlp {
     /// [`Error::BadUrl`] and [`Error::BadSetting`] for what is neither; [`Error::Start`].
     pub fn new(run: &str, endpoint: &str, headers: &str) -> Result<Self> {
         let mut url = parse_url("collector", endpoint)?;
-        if let Ok(mut path) = url.path_segments_mut() {
+        let is_whole = url.path().trim_end_matches('/').ends_with("/v1/metrics");
+        if let Ok(mut path) = url.path_segments_mut()
+            && !is_whole
+        {
             path.pop_if_empty().extend(["v1", "metrics"]);
         }
         let client = Client::with_headers(read_headers(headers)?)?;
         let (page, to) = (Prometheus::new(run), url.to_string());
-        Ok(Self { page, run: run.to_owned(), to, client, begun_ms: None, is_deaf: false })
+        Ok(Self { page, run: run.to_owned(), to, client, begun_ms: None, deaf_since_ms: None })
     }
 
     fn send(&mut self, begun_ms: u64, at_ms: u64) {
@@ -55,12 +60,12 @@ impl Otlp {
             .and_then(|url| self.client.post(url, body.into_bytes(), ANSWER_BYTES_MAX, DEADLINE));
         let taken =
             sent.and_then(|answer| if answer.status.is_success() { Ok(()) } else { Err(answer.refusal()) });
-        let was_deaf = std::mem::replace(&mut self.is_deaf, taken.is_err());
+        let was_deaf = std::mem::replace(&mut self.deaf_since_ms, taken.is_err().then_some(at_ms));
         match taken {
-            Err(error) if !was_deaf => {
+            Err(error) if was_deaf.is_none() => {
                 tracing::warn!("the collector {} misses steps: {error}", self.to);
             }
-            Ok(()) if was_deaf => tracing::info!("the collector {} takes steps again", self.to),
+            Ok(()) if was_deaf.is_some() => tracing::info!("the collector {} takes steps again", self.to),
             _ => {}
         }
     }
@@ -70,7 +75,8 @@ impl Sink for Otlp {
     fn take(&mut self, fact: &Fact) {
         self.page.take(fact);
         let begun_ms = *self.begun_ms.get_or_insert(fact.at_ms);
-        if matches!(fact.event, Event::Step(_)) {
+        let rests = self.deaf_since_ms.is_some_and(|since| fact.at_ms.saturating_sub(since) < REST_MS);
+        if matches!(fact.event, Event::Step(_)) && !rests {
             self.send(begun_ms, fact.at_ms);
         }
     }
@@ -83,8 +89,8 @@ fn read_headers(text: &str) -> Result<Vec<(String, String)>> {
             Some((name.trim().to_owned(), percent_decode_str(value.trim()).decode_utf8().ok()?.into_owned()))
         });
         let expected = "name=value,name=value".to_owned();
-        // Its value may be a secret.
-        let found = pair.split('=').next().unwrap_or_default().to_owned();
+        // Its value, and what has no name, may be a secret.
+        let found = pair.split_once('=').map_or("a part without `=`", |(name, _)| name).to_owned();
         decoded.ok_or(Error::BadSetting { name: "OTEL_EXPORTER_OTLP_HEADERS", expected, found })
     };
     text.split(',').filter(|pair| !pair.trim().is_empty()).map(header).collect()

@@ -18,8 +18,11 @@ use crate::metrics::unix_us;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
 use crate::tasks::Task;
 
-/// Answers that a group goes on with, where others of it fail: one alone is compared with none.
-const ANSWERS_MIN: u64 = 2;
+/// Answers that may fail of a group of so many. Half of them are left, as a hook that mostly fails has a mistake; and two, as
+/// one alone is compared with none.
+fn failed_max(answers: u64) -> u64 {
+    answers.saturating_sub(answers.div_ceil(2).max(2))
+}
 
 /// A group that is no longer worked on.
 pub(super) struct Group {
@@ -85,7 +88,7 @@ impl Rollouts {
         failed: &Mutex<Vec<FailedAnswer>>,
     ) -> Result<Outcome> {
         let answers = self.options.n_samples_per_prompt;
-        let most = answers.saturating_sub(ANSWERS_MIN);
+        let most = failed_max(answers);
         let drawn = answers_of(begun.number, answers)?.map(async |answer| {
             match self.draw(begun, keeper, answer).await {
                 Ok(drawn) => Ok(Ok(Some(drawn))),
@@ -96,7 +99,8 @@ impl Rollouts {
                     if matches!(error, Error::Cancelled) || failed.len() as u64 >= most {
                         return Err(error);
                     }
-                    tracing::warn!(error = chain_text(&error), "group goes on without an answer");
+                    let (prompt, error_text) = (&begun.prompt.place, chain_text(&error));
+                    tracing::warn!(%prompt, answer, error = error_text, "group goes on without an answer");
                     failed.push(FailedAnswer::new(answer, &error));
                     Ok(Ok(None))
                 }

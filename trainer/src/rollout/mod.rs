@@ -161,10 +161,10 @@ impl Rollouts {
             while let Some(next) = running.tasks.try_join_next_with_id() {
                 arrived.extend(self.reap(&mut running, next)?);
             }
-            let arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
+            let mut arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
+            arrived.iter_mut().for_each(|group| self.see(&mut curriculum, group));
             blocking(|| self.append(&arrived))?;
             for group in arrived {
-                curriculum.see(group.begun.asked, group.scores());
                 self.end(group, returned.row.len())?;
             }
         }
@@ -181,6 +181,21 @@ impl Rollouts {
             }
             (joined, _) => finished(joined.map(|(_, group)| group)).map(Some),
         }
+    }
+
+    /// Takes note of how easy the prompt of a group was that ended.
+    fn see(&self, curriculum: &mut Curriculum, group: &mut Group) {
+        if matches!(group.outcome, Outcome::Returned(_)) {
+            return;
+        }
+        let mut rewards: Vec<f32> =
+            group.scores().iter().filter_map(|score| score.rewards.first().copied()).collect();
+        let is_scored = rewards.is_empty() && matches!(group.outcome, Outcome::Kept(_));
+        if is_scored && curriculum.looks_at_rewards() {
+            let logged = self.logged_group(group.begun.number);
+            rewards = logged.iter().flat_map(|group| &group.records).map(raw_reward).collect();
+        }
+        group.begun.easy = curriculum.see(group.begun.number, &rewards);
     }
 
     /// Tells of a group that is no longer worked on; so many came back in a row.
@@ -250,8 +265,8 @@ impl Rollouts {
     ) -> Result<(Vec<Group>, Vec<Begun>)> {
         let orders = orders.into_iter().map(|order| {
             let asked = match order.start.is_new {
-                true => curriculum.take(),
-                false => self.asked(order.start.group)?,
+                true => curriculum.take(order.start.group),
+                false => curriculum.place(&self.log.reader(), order.start.group)?,
             };
             Ok((order, asked))
         });
@@ -260,7 +275,8 @@ impl Rollouts {
             let (number, seat) = (start.group, start.seat);
             answers_of(number, self.options.n_samples_per_prompt)?;
             let prompt = self.task.source.prompt(asked).await?;
-            let begun = Begun { number, seat, asked, prompt, minimum, pieces: Pieces::default() };
+            let pieces = Pieces::default();
+            let begun = Begun { number, seat, asked, easy: None, prompt, minimum, pieces };
             Ok::<_, Error>((start.is_new, begun))
         });
         let prompts = futures_util::future::try_join_all(prompts).await?;
@@ -286,12 +302,6 @@ impl Rollouts {
         }
         begun.extend(fresh);
         Ok((whole, begun))
-    }
-
-    /// What the source was asked for, of a group that the log knows.
-    fn asked(&self, group: u64) -> Result<u64> {
-        let prompt = self.log.reader().prompt(group)?;
-        Ok(prompt.map_or(group, |prompt| PromptNote::of(&prompt).asked(group)))
     }
 
     /// Refuses a prompt that is another than when it was taken.
@@ -393,8 +403,9 @@ impl Returned {
 pub(crate) struct Begun {
     number: u64,
     seat: u64,
-    /// The number of its prompt.
+    /// The number of its prompt, and how often in a row that was easy.
     asked: u64,
+    easy: Option<u64>,
     prompt: Prompt,
     minimum: Option<Label>,
     /// What the log has of its answers that are not finished.

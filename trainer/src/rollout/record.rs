@@ -46,6 +46,9 @@ pub struct PromptNote {
     /// Which prompt of the source it is, where that is not the group's own number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub asked: Option<u64>,
+    /// How often in a row its prompt was easy, this time included, where a threshold says what is easy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub easy: Option<u64>,
     /// Its answers that failed, which its group went on without. The log has no samples of theirs.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failed: Vec<FailedAnswer>,
@@ -84,7 +87,7 @@ impl PromptNote {
 
     fn of_group(begun: &Begun) -> Self {
         let asked = Some(begun.asked).filter(|asked| *asked != begun.number);
-        PromptNote { asked, ..PromptNote::in_flight(&begun.prompt) }
+        PromptNote { asked, easy: begun.easy, ..PromptNote::in_flight(&begun.prompt) }
     }
 
     fn in_flight(prompt: &Prompt) -> Self {

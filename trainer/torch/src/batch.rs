@@ -3,7 +3,7 @@
 //! Hidden states at position `t` predict token `t + 1`: the last token of a sample is only predicted, never
 //! read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use driftless_trainer::learner::Sample;
 use driftless_trainer::options::LearnOptions;
@@ -70,15 +70,18 @@ pub fn token_weights(samples: &[Sample<'_>], reduction: Reduction) -> Vec<f32> {
     samples.iter().map(weight).collect()
 }
 
-/// Cuts a rollout into optimiser steps of `global_batch_size` rollouts each, in their order; the last may have
-/// fewer. `rollouts[i]` is the id of sample i's; returns indices. Samples of one id stay together.
+/// Cuts a rollout into the fewest optimiser steps of at most `global_batch_size` rollouts each, in their order and as equal
+/// as can be: answers that failed are absent, and one that is left over is no step. `rollouts[i]` is the id of sample i's;
+/// returns indices. Samples of one id stay together.
 #[must_use]
 pub fn steps(rollouts: &[u64], global_batch_size: usize) -> Vec<Vec<usize>> {
+    let all = rollouts.iter().collect::<BTreeSet<_>>().len();
+    let count = all.div_ceil(global_batch_size.max(1)).max(1);
     let mut places: BTreeMap<u64, usize> = BTreeMap::new();
     let mut steps: Vec<Vec<usize>> = Vec::new();
     for (index, &rollout) in rollouts.iter().enumerate() {
         let seen = places.len();
-        let step = *places.entry(rollout).or_insert(seen) / global_batch_size.max(1);
+        let step = *places.entry(rollout).or_insert(seen) * count / all;
         if step == steps.len() {
             steps.push(Vec::new());
         }
@@ -313,6 +316,8 @@ pub(crate) mod tests {
         // A rollout of several samples counts once, and a rest is a step too.
         assert_eq!(steps(&[7, 7, 3, 9, 3], 2), [vec![0, 1, 2, 4], vec![3]]);
         assert_eq!(steps(&[1, 2], usize::MAX), [vec![0, 1]]);
+        // Of eight, three failed: no step has the one that would be left over.
+        assert_eq!(steps(&[0, 1, 3, 5, 6], 4), [vec![0, 1, 2], vec![3, 4]]);
         assert!(steps(&[], 2).is_empty());
     }
 

@@ -96,7 +96,8 @@ impl Token {
     /// ask: it names another host, or says where it is from, and is answered with 403.
     pub async fn check(self, request: Request, next: Next) -> Response {
         if self.0.is_none() && !is_ours(request.headers(), true) {
-            return refuse(StatusCode::FORBIDDEN, "forbidden", "the Host or the Origin is not this server's");
+            let why = "the Host or the Origin is not this server's: ask for 127.0.0.1 or localhost, or give it a token";
+            return refuse(StatusCode::FORBIDDEN, "forbidden", why);
         }
         let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
         // Hashes of equal length compare in constant time.

@@ -18,8 +18,8 @@ class Failed(Exception):
     """An answer that came to nothing, and gets no reward: ``raise Failed("environment", "the container died")``.
 
     One of ``environment`` or ``deadline`` is made again, with other draws, as often as ``--hook-retries`` says. After any
-    other, and after the last try, its group is left out, and the next prompt takes its place. ``TimeoutError`` stands for
-    ``deadline``, any other exception for ``hook``.
+    other, and after the last try, its group goes on without it, or is left out where fewer than half of its answers are left.
+    ``TimeoutError`` stands for ``deadline``, any other exception for ``hook``.
 
     Args:
         outcome: ``environment``, ``deadline``, ``context``, ``refused``, ``parser`` or ``hook``.

@@ -152,11 +152,14 @@ def token_weights(samples: list[Sample], per_token: bool) -> list[float]:
 
 
 def steps(rollouts: list[int], global_batch_size: int | None) -> list[list[int]]:
-    """Indices of ``rollouts``, the ids of samples, in optimiser steps of so many rollouts each, in their order."""
+    """Indices of ``rollouts``, the ids of samples, in the fewest optimiser steps of at most so many rollouts each, in their
+    order and as equal as can be: answers that failed are absent."""
+    together = len(set(rollouts))
+    count = -(-together // (global_batch_size or max(together, 1)))
     places: dict[int, int] = {}
     found: list[list[int]] = []
     for index, rollout in enumerate(rollouts):
-        step = places.setdefault(rollout, len(places)) // (global_batch_size or len(rollouts))
+        step = places.setdefault(rollout, len(places)) * count // together
         if step == len(found):
             found.append([])
         found[step].append(index)
