@@ -4,7 +4,7 @@
 use super::task::Conversations;
 use super::{Args, learn};
 use crate::cli::config;
-use crate::cli::shared::error::Result;
+use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{paths, progress};
 use driftless::torch::sft::{SftOptions, SftTask, sft};
