@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_log_says_gives_the_same_rests_in_whatever_order_groups_end() {
+    fn log_gives_the_same_rests_in_any_order_of_ends() {
         for seed in 0..200 {
             let draw = |number: u64| mix(seed ^ mix(number));
             let mut live = of(1 + seed % 7, true);

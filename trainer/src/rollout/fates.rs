@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_failed_attempt_drew_is_lost_and_the_rest_of_its_group_is_not() {
+    fn what_a_failed_attempt_drew_is_lost_to_its_group() {
         let mut fates = Fates::new(SystemTime::UNIX_EPOCH);
         let drawn = |tokens: u64| Decoded { time: Duration::from_secs(tokens) / 100, tokens };
         let attempts = [100, 200, 400].map(|tokens| {
