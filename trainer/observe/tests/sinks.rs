@@ -84,15 +84,17 @@ fn request(stream: &mut TcpStream) -> (String, String) {
 fn collector_gets_each_step_also_after_it_refused_one() {
     let (addr, got) = collect(&[500, 200]);
     let mut otlp = Otlp::new("math", &format!("http://{addr}/otlp/"), "x-key=a%20b").unwrap();
-    for event in [Event::Begin { step: 0, of: 2 }, step(0, 1.0), step(1, 2.0)] {
-        otlp.take(&Fact::new(SystemTime::UNIX_EPOCH + Duration::from_secs(9), event));
+    let begin = Event::Begin { step: 0, of: 3 };
+    // It refuses the first step, and is left alone for 30 s.
+    for (at, event) in [(9, begin), (9, step(0, 1.0)), (38, step(1, 1.5)), (39, step(2, 2.0))] {
+        otlp.take(&Fact::new(SystemTime::UNIX_EPOCH + Duration::from_secs(at), event));
     }
     let (told, bodies): (Vec<_>, Vec<_>) = got.iter().unzip();
-    assert_eq!(bodies.len(), 2, "a step each");
+    assert_eq!(bodies.len(), 2, "one while it was not left alone");
     assert!(told[1].starts_with("post /otlp/v1/metrics ") && told[1].contains("x-key: a b"), "{}", told[1]);
     check_by_opentelemetry(&bodies[1]);
     // Nobody listens any more, which ends nothing.
-    otlp.take(&Fact::new(SystemTime::UNIX_EPOCH, step(2, 3.0)));
+    otlp.take(&Fact::new(SystemTime::UNIX_EPOCH + Duration::from_secs(40), step(3, 3.0)));
 }
 
 /// What OpenTelemetry's own classes read of a body.
@@ -110,7 +112,7 @@ fn check_by_opentelemetry(body: &str) {
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
     let read: Value = serde_json::from_slice(&read.stdout).unwrap();
     assert_eq!(read["resource"], serde_json::json!({"service.name": "driftless", "driftless.run": "math"}));
-    let reward = serde_json::json!({"kind": "gauge", "value": 2.0, "at": 9_000_000_000_u64});
+    let reward = serde_json::json!({"kind": "gauge", "value": 2.0, "at": 39_000_000_000_u64});
     assert_eq!(read["metrics"]["driftless_trainer_reward"], reward);
     assert_eq!(read["metrics"]["driftless_trainer_learners_lost_total"]["kind"], "cumulative sum");
 }

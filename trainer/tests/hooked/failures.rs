@@ -317,7 +317,7 @@ def told(id, ask):
 #[tokio::test(flavor = "multi_thread")]
 async fn group_goes_on_without_the_answers_that_fail_for_good() {
     for (numbers, outcome, attempts) in
-        [(vec![3], "environment", 3), (vec![3], "parser", 1), (vec![0, 1, 2, 4, 5, 7], "parser", 1)]
+        [(vec![3], "environment", 3), (vec![3], "parser", 1), (vec![0, 1, 2, 4], "parser", 1)]
     {
         let (dir, engine) = (tempfile::tempdir().unwrap(), Seeded::default());
         let room = failing(&format!("{numbers:?}"), outcome).await;
@@ -350,16 +350,16 @@ async fn group_goes_on_without_the_answers_that_fail_for_good() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn group_with_one_answer_left_is_left_out_with_the_last_outcome() {
+async fn group_of_which_most_fail_is_left_out_with_the_last_outcome() {
     let (dir, engine) = (tempfile::tempdir().unwrap(), Seeded::default());
-    let room = failing("[0, 1, 2, 4, 5, 6, 7]", "parser").await;
+    let room = failing("[0, 1, 2, 4, 5]", "parser").await;
     let run = run(dir.path(), &room, &engine);
     let (group, since) = step(&run).await;
     assert_eq!((group, since.dropped.failed), (1, 1), "the next prompt takes its place");
-    assert_eq!(since.failures.by_name(), BTreeMap::from([(Failure::Parser, ANSWERS - 1)]));
+    assert_eq!(since.failures.by_name(), BTreeMap::from([(Failure::Parser, 5)]));
     let note = PromptNote::of(&run.log.reader().prompt(0).unwrap().unwrap());
     assert!(note.outcome == Some(Failure::Parser) && note.dropped.unwrap().contains("its error: so"));
-    assert_eq!(note.failed.len() as u64, ANSWERS - 2);
+    assert_eq!(note.failed.len(), 4);
     let scores = records(&run.log.reader(), Kind::Score);
     assert!(scores.iter().all(|score| score.scalars().group_id == 1), "no reward of a failed group");
 }
