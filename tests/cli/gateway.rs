@@ -57,7 +57,8 @@ struct Guarded {
     served: Served,
     token: PathBuf,
     model: PathBuf,
-    _fake: Fake,
+    /// Answers as long as it is kept.
+    fake: Fake,
     dir: tempfile::TempDir,
 }
 
@@ -70,7 +71,7 @@ fn guarded(flags: &[&str]) -> Guarded {
     std::fs::write(&token, "secret\n").expect("a file");
     let file = token.display().to_string();
     let served = serve_with(dir.path(), &model, &fake, &[flags, &["--token-file", &file]].concat());
-    Guarded { served, token, model, _fake: fake, dir }
+    Guarded { served, token, model, fake, dir }
 }
 
 fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
@@ -265,7 +266,8 @@ fn check_key(served: &Served, token: &Path) {
 
 #[test]
 fn a_token_opens_sessions_of_any_name() {
-    let Guarded { served, token, model, dir, .. } = guarded(&["--listen", "0.0.0.0:0"]);
+    // All of it: what is not named here would end at once.
+    let Guarded { served, token, model, fake: _fake, dir } = guarded(&["--listen", "0.0.0.0:0"]);
     let messages = json!([{"role": "user", "content": "hi"}]);
     for key in ["", "authorization: Bearer other\r\n"] {
         assert_eq!(post(&served, CHAT, key, &messages).0, 401, "{key}");
