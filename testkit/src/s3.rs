@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -28,6 +29,8 @@ pub enum Fault {
     Silence,
     /// It has no effect, and this status sends the client to the same path at [`Bucket::elsewhere`].
     Redirect(u16),
+    /// It takes effect, and its answer takes so long.
+    Late(Duration),
     /// The answer ends in the middle.
     Cut,
     /// The answer is longer than the range that it names.
@@ -115,6 +118,10 @@ async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> R
     match fault {
         Some(Fault::After(status)) => refuse(status, "Injected"),
         Some(Fault::Silence) => std::future::pending().await,
+        Some(Fault::Late(time)) => {
+            tokio::time::sleep(time).await;
+            response
+        }
         Some(Fault::Cut) => {
             let (parts, body) = response.into_parts();
             let bytes = axum::body::to_bytes(body, 1 << 30).await.unwrap();

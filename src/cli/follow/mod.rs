@@ -196,6 +196,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         // Nothing keeps a trainer's directory, so that what an engine has may be gone before it is on the host.
         return Err(Error::usage("--offer", "durable with --layout slime", "decoded"));
     }
+    if args.run.layout == Layout::Slime && !args.relay.is_empty() {
+        return Err(Error::usage(
+            "--layout slime",
+            "a store without --relay, which has its files",
+            "--relay",
+        ));
+    }
     if args.dry_run {
         return dry_run(&args, output);
     }

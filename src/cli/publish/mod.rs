@@ -199,7 +199,9 @@ fn publish(
 /// afterwards.
 fn finish(args: &Args, publisher: Publisher) -> Run {
     let run = publisher.run().clone();
-    let Some(keep) = args.keep else { return run };
+    // One rank is enough.
+    let is_first = args.ranks.rank().is_none_or(|rank| rank.rank == 0);
+    let Some(keep) = args.keep.filter(|_| is_first) else { return run };
     let mut options = GcOptions::new(&args.run.model);
     options.keep = keep;
     // The version is published whatever becomes of the old ones; the next collection goes on.
@@ -243,6 +245,7 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--rank", args.ranks.rank().is_some()),
         ("--listen-ucx", args.serving.listen_ucx.is_some()),
         ("--profile fast", args.profile == Profile::Fast),
+        ("--step", args.step != 0),
     ];
     match refused.iter().find(|(_, given)| *given) {
         None => Ok(()),

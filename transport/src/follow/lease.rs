@@ -12,6 +12,9 @@ use crate::ids::Version;
 use crate::replica::Observe;
 use crate::run::Run;
 
+/// After so long a store that did not take a lease is asked again.
+const AGAIN: Duration = Duration::from_secs(5);
+
 /// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A
 /// store that does not take it is asked again with the next change or round.
 #[derive(Debug)]
@@ -25,8 +28,8 @@ pub(super) struct LeaseRenewal {
 #[derive(Debug)]
 struct Current {
     record: Record,
-    /// When the store took the record as it is.
-    stored: Option<Instant>,
+    /// When the store was asked last to take the record as it is, and whether it did.
+    asked: Option<(Instant, bool)>,
     /// When it was last looked who wrote what the store has.
     looked: Option<Instant>,
     /// The other process that was told of.
@@ -39,7 +42,7 @@ impl LeaseRenewal {
         let writer = hex::encode(rand::random::<[u8; 8]>());
         let record = Record { model: model.to_owned(), needs: Version(0), writer, ack: None };
         let key = run.follower_key(follower)?;
-        let current = Current { record, stored: None, looked: None, other: None };
+        let current = Current { record, asked: None, looked: None, other: None };
         Ok(Self { run: run.clone(), key, renew, current: Mutex::new(current) })
     }
 
@@ -52,23 +55,26 @@ impl LeaseRenewal {
         let mut current = lock(&self.current);
         let mut record = current.record.clone();
         change(&mut record);
-        let fresh = current.stored.is_some_and(|stored| stored.elapsed() < self.renew);
+        let pause = |took| if took { self.renew } else { self.renew.min(AGAIN) };
+        let fresh = current.asked.is_some_and(|(at, took)| at.elapsed() < pause(took));
         if fresh && record == current.record {
             return;
         }
         current.record = record;
         // What lies there before is of a process before this one.
-        if current.stored.is_some() && current.looked.is_none_or(|at| at.elapsed() >= self.renew) {
+        if current.asked.is_some_and(|(_, took)| took)
+            && current.looked.is_none_or(|at| at.elapsed() >= self.renew)
+        {
             self.look_for_others(&mut current);
         }
-        current.stored = match self.put(&current.record) {
-            Ok(()) => Some(Instant::now()),
-            Err(error) => {
-                let error = &error as &dyn std::error::Error;
-                tracing::warn!(error, "the store does not take the acknowledgement");
-                None
-            }
-        };
+        let put = self.put(&current.record);
+        current.asked = Some((Instant::now(), put.is_ok()));
+        if let Err(error) = put {
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "the store does not take the acknowledgement"
+            );
+        }
     }
 
     /// Tells of another process that has written the lease since this one did. Each of the two hides the other from a
@@ -100,5 +106,28 @@ impl Observe for LeaseRenewal {
     /// An object is to be fetched: the lease may have to be renewed.
     fn fetching(&self) {
         self.update(|_| {});
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use driftless_store::wrap::{Fault, When};
+    use driftless_store::{Memory, Store};
+    use std::sync::Arc;
+
+    #[test]
+    fn store_that_takes_no_lease_is_asked_once_for_many_objects() {
+        let store: Arc<dyn Store> = Arc::new(Memory::new());
+        Run::create(store.clone(), "run").unwrap();
+        let fault = Arc::new(Fault::new(store));
+        let run = Run::open(fault.clone(), "run").unwrap();
+        let lease = LeaseRenewal::new(&run, "policy", "host", Duration::from_secs(3600)).unwrap();
+        fault.arm(0, u64::MAX, When::Before);
+        let before = fault.calls();
+        (0..100).for_each(|_| lease.fetching());
+        assert_eq!(fault.calls() - before, 1);
+        lease.planned(Version(7));
+        assert_eq!(fault.calls() - before, 2, "what changed goes at once");
     }
 }

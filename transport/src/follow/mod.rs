@@ -353,7 +353,7 @@ impl Follower {
             });
         }
         quarantine_on_damage(&mut core.replica, Replica::poll_sync)?;
-        let started = Instant::now();
+        let (started, before) = (Instant::now(), core.replica.identity());
         let mut moved = self.advance(core, asked);
         match moved {
             Err(damage @ Error::DamagedReplica { .. }) => {
@@ -367,16 +367,10 @@ impl Follower {
             }
             _ => {}
         }
-        self.moved(core, started, moved)
-    }
-
-    /// Notes what became of the replica.
-    fn moved(&self, core: &mut Core, started: Instant, moved: Result<Advanced>) -> Result<Prepared> {
         let Core { replica, engines, is_new, .. } = core;
         let (took, bytes) = (started.elapsed(), moved.as_ref().map_or(0, |advanced| advanced.bytes));
-        if !moved.as_ref().is_ok_and(|advanced| advanced.versions == 0) {
-            // Also after an error: versions applied before it stay applied. What an engine refused is another
-            // version now.
+        // Also after an error: versions applied before it stay applied. What an engine refused is another version now.
+        if moved.as_ref().map_or_else(|_| replica.identity() != before, |advanced| advanced.versions > 0) {
             engines.iter_mut().for_each(|slot| slot.load_at = Instant::now());
             record_applied(&mut self.status_mut(), replica, engines, took, bytes);
         }

@@ -279,6 +279,32 @@ fn engine_that_refuses_is_asked_ever_later_but_at_once_anew() {
 }
 
 #[test]
+fn outage_of_the_store_changes_nothing_of_the_version_that_is_there() {
+    let fixture = Fixture::new();
+    let engine = Engine::default();
+    engine.next(Mood::Fail);
+    let mut options = fixture.options();
+    [options.poll, options.engine_poll, options.refusal_backoff_max] = [Duration::from_secs(3600); 3];
+    let follower = Follower::open(fixture.fault.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    while_following(&follower, || {
+        wait_for(|| engine.0.lock().unwrap().tries == 1);
+        let told = || follower.status().applied.map(|ack| (ack.version, ack.bytes, ack.prepare_ms)).unwrap();
+        let before = told();
+        fixture.fault.arm(0, u64::MAX, When::Before);
+        for _ in 0..3 {
+            let (calls, looks) = (fixture.fault.calls(), engine.0.lock().unwrap().looks);
+            wait_for(|| {
+                follower.notify();
+                fixture.fault.calls() > calls && engine.0.lock().unwrap().looks > looks
+            });
+        }
+        wait_for(|| follower.status().error.is_some());
+        assert_eq!(engine.0.lock().unwrap().tries, 1, "an engine that refuses is not paused again at once");
+        assert_eq!(told(), before);
+    });
+}
+
+#[test]
 fn an_engine_that_somebody_else_paused_is_not_in_step() {
     let fixture = Fixture::new();
     let engine = Engine::default();

@@ -21,6 +21,17 @@ pub(super) struct Asked<T> {
     pub(super) attempts: u32,
 }
 
+/// A part of an answer that did not come in time.
+#[derive(Debug, thiserror::Error)]
+#[error("no answer within {0:.0?}")]
+pub(super) struct Silent(Duration);
+
+impl Silent {
+    pub(super) fn error(patience: Duration) -> object_store::Error {
+        object_store::Error::Generic { store: "answer", source: Box::new(Silent(patience)) }
+    }
+}
+
 /// Why a try failed, fit to be shown, and whether another may succeed.
 pub(super) struct Cause {
     pub(super) text: String,
@@ -41,6 +52,20 @@ impl Remote {
     {
         let limits = &self.limits;
         let patience = limits.attempt + Duration::from_secs(bytes as u64 / limits.bytes_per_second_min);
+        self.ask_within(action, patience, request).await
+    }
+
+    /// As [`Remote::ask`], with so long for each try.
+    pub(super) async fn ask_within<T, F>(
+        &self,
+        action: Action<'_>,
+        patience: Duration,
+        request: impl Fn() -> F,
+    ) -> Asked<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let limits = &self.limits;
         let begin = Instant::now();
         let mut pause = limits.pause[0];
         let mut attempts = 0;
@@ -99,6 +124,9 @@ pub(super) fn cause(error: &object_store::Error) -> Cause {
 fn generic(error: &object_store::Error) -> Cause {
     let mut source = error.source();
     while let Some(inner) = source {
+        if let Some(silent) = inner.downcast_ref::<Silent>() {
+            return Cause { text: silent.to_string(), transient: true };
+        }
         if let Some(http) = inner.downcast_ref::<HttpError>() {
             if let Some(refusal) = http.source().and_then(|source| source.downcast_ref::<Refusal>()) {
                 return Cause { text: refusal.to_string(), transient: refusal.is_transient() };

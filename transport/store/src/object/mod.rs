@@ -24,16 +24,19 @@ use object_store::path::Path;
 use object_store::{GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutOptions};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 
 use crate::error::{Error, Result, if_found};
 use crate::key::Key;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store, no_progress};
-use ask::{Action, Asked, cause};
+use ask::{Action, Asked, Silent, cause};
 
 pub(crate) use url::open;
 
 /// How often a read begins again because the object was replaced meanwhile.
 const REPLACED_MAX: usize = 8;
+/// How long a try of a listing may take whose pages come in time.
+const LISTING_MAX: Duration = Duration::from_secs(3600);
 
 /// What this needs of `object_store`.
 trait Backend: ObjectStore + MultipartStore {}
@@ -336,8 +339,7 @@ impl Remote {
 
     async fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
         let path = self.path(prefix);
-        let list = || self.backend.list(Some(&path)).try_collect::<Vec<ObjectMeta>>();
-        let found = self.ask(Action("list", prefix), 0, list).await.result?;
+        let found = self.ask_within(Action("list", prefix), LISTING_MAX, || self.pages(&path)).await.result?;
         // Anything that is not a key was not put here by a store.
         let entry = |meta: ObjectMeta| {
             let name = meta.location.as_ref().strip_prefix(&self.prefix)?.trim_start_matches('/');
@@ -346,6 +348,18 @@ impl Remote {
         let mut entries: Vec<Entry> = found.into_iter().filter_map(entry).collect();
         entries.sort_unstable_by(|a, b| a.key.cmp(&b.key));
         Ok(entries)
+    }
+
+    /// All that lies at a path. Each page has the time of one request.
+    async fn pages(&self, path: &Path) -> object_store::Result<Vec<ObjectMeta>> {
+        let (mut found, mut listing) = (Vec::new(), self.backend.list(Some(path)));
+        let patience = self.limits.attempt;
+        while let Some(next) =
+            timeout(patience, listing.try_next()).await.map_err(|_| Silent::error(patience))??
+        {
+            found.push(next);
+        }
+        Ok(found)
     }
 
     async fn delete(&self, key: &Key) -> Result<()> {

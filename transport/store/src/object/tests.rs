@@ -256,6 +256,22 @@ fn a_silent_server_is_given_up_by_name() {
     assert!(crate::chain_text(&error).contains("no answer within"), "{error:?}");
 }
 
+/// As a whole it takes longer than one request may.
+#[test]
+fn listing_has_the_time_of_a_request_for_each_page() {
+    let server = Server::start();
+    let store = bucket(&server, Limits { attempt: Duration::from_secs(1), ..limits() });
+    let late = Fault::Late(Duration::from_millis(200));
+    let objects = (0..13).map(|at| (format!("root/dir/{at:02}"), (Bytes::new(), at)));
+    server.with(|bucket| {
+        bucket.objects = objects.collect();
+        bucket.faults.extend([("GET", late); 7]);
+    });
+    assert_eq!(store.list(&key("dir")).unwrap().len(), 13);
+    let (asked, left) = server.with(|bucket| (bucket.requests.len(), bucket.faults.len()));
+    assert_eq!((asked, left), (7, 0), "each page was asked for once, and was late");
+}
+
 #[test]
 fn a_server_that_is_away_is_named_with_the_reason() {
     let server = Server::start();

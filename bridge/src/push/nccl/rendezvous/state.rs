@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::wire::{MAGIC, Request, Violation, value};
+use super::wire::{MAGIC, Request, VALUE_BYTES_MAX, Violation, value};
 
 /// Most bytes that all keys and values may have together.
 const BYTES_MAX: usize = 64 << 20;
 /// Most keys.
 const KEYS_MAX: usize = 64 << 10;
+/// Most bytes of values that one request is answered with: a request can name a value often.
+const REPLY_BYTES_MAX: usize = 2 << 20;
 
 /// A client, by the number of its connection.
 pub(super) type Client = u64;
@@ -23,6 +25,12 @@ pub(super) struct Table {
     /// The keys that a client still misses.
     waiting: BTreeMap<Client, Vec<Vec<u8>>>,
     greeted: std::collections::BTreeSet<Client>,
+}
+
+/// Refuses more than a limit.
+fn within(what: &'static str, limit: usize, found: usize) -> Result<(), Violation> {
+    let (most, many) = (limit as u64, found as u64);
+    if found > limit { Err(Violation::TooLarge { what, limit: most, found: many }) } else { Ok(()) }
 }
 
 impl Table {
@@ -64,7 +72,9 @@ impl Table {
                 Ok(woken)
             }
             Request::Append { key, value: more } => {
-                let whole = [self.values.get(&key).map_or(&[][..], Vec::as_slice), &more].concat();
+                let before = self.values.get(&key).map_or(&[][..], Vec::as_slice);
+                within("a value's bytes", VALUE_BYTES_MAX as usize, before.len() + more.len())?;
+                let whole = [before, &more].concat();
                 self.set(key, whole)
             }
             Request::CompareSet { key, expected, desired } => {
@@ -73,8 +83,9 @@ impl Table {
             Request::Add { key, amount } => self.add(client, key, amount),
             Request::Get(key) => reply(value(self.get(&key)?)),
             Request::MultiGet(keys) => {
-                let values = keys.iter().map(|key| Ok(value(self.get(key)?)));
-                reply(values.collect::<Result<Vec<_>, _>>()?.concat())
+                let values = keys.iter().map(|key| self.get(key)).collect::<Result<Vec<_>, _>>()?;
+                within("a reply", REPLY_BYTES_MAX, values.iter().map(|value| value.len()).sum())?;
+                reply(values.into_iter().flat_map(value).collect())
             }
             Request::Check(keys) => reply(vec![u8::from(!self.missing(keys).is_empty())]),
             Request::Wait(keys) => {
@@ -103,12 +114,8 @@ impl Table {
         let replaced = self.values.get(&key).map(|old| key.len() + old.len());
         let bytes = self.bytes - replaced.unwrap_or(0) + key.len() + value.len();
         let keys = self.values.len() + usize::from(replaced.is_none());
-        for (what, limit, found) in [("all keys and values", BYTES_MAX, bytes), ("the keys", KEYS_MAX, keys)]
-        {
-            if found > limit {
-                return Err(Violation::TooLarge { what, limit: limit as u64, found: found as u64 });
-            }
-        }
+        within("all keys and values", BYTES_MAX, bytes)?;
+        within("the keys", KEYS_MAX, keys)?;
         self.bytes = bytes;
         let mut woken = Vec::new();
         self.waiting.retain(|client, missing| {
@@ -209,6 +216,20 @@ mod tests {
         assert_eq!(state.handle(3, set.clone()), Ok(vec![(1, vec![0]), (2, vec![0])]));
         assert_eq!(state.handle(3, set), Ok(vec![]));
         assert_eq!(state.handle(1, Request::Get(key("b"))), Ok(vec![(1, value(b"v"))]));
+    }
+
+    #[test]
+    fn one_request_is_not_answered_with_gigabytes() {
+        let mut state = greeted(&[1]);
+        let long = vec![7; VALUE_BYTES_MAX as usize];
+        assert_eq!(state.set(key("a"), long.clone()), Ok(vec![]));
+        let many = |times| Request::MultiGet(vec![key("a"); times]);
+        let found = 3 * long.len() as u64;
+        let limit = REPLY_BYTES_MAX as u64;
+        assert_eq!(state.handle(1, many(3)), Err(Violation::TooLarge { what: "a reply", limit, found }));
+        assert_eq!(state.handle(1, many(2)).unwrap()[0].1.len(), 2 * value(&long).len());
+        let longer = Request::Append { key: key("a"), value: vec![7] };
+        assert!(matches!(state.handle(1, longer), Err(Violation::TooLarge { what: "a value's bytes", .. })));
     }
 
     #[test]

@@ -8,7 +8,7 @@ pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 /// Longest key, in bytes. torch's are the names of groups with a few words around them.
 const KEY_BYTES_MAX: u64 = 4 << 10;
 /// Longest value, in bytes. An NCCL id has 128, a gloo rank's addresses some hundred.
-const VALUE_BYTES_MAX: u64 = 1 << 20;
+pub(super) const VALUE_BYTES_MAX: u64 = 1 << 20;
 /// Most members of a list.
 const LIST_MAX: u64 = 4 << 10;
 /// Longest request: what is read of a client before it has said something whole.
