@@ -245,6 +245,18 @@ impl Reader {
         groups.filter(keep).take(query.limit).collect()
     }
 
+    /// The group of these ids, if it has at least `samples` complete answers.
+    #[must_use]
+    pub fn group_of(&self, rollout: u64, group: u64, samples: usize) -> Option<Group> {
+        let named = rollout..=rollout;
+        let missing = |index: &Index| index.unread(|trailer| trailer.names(&named));
+        let candidate = self.ask_of(missing, |index| {
+            let (ids, members) = index.groups(named.clone()).find(|(ids, _)| ids.1 == group)?;
+            Candidate::new(index, ids, members, samples)
+        })?;
+        self.group(&candidate, samples)
+    }
+
     fn group(&self, candidate: &Candidate, answers: usize) -> Option<Group> {
         let read = |sequence: &u64| self.get(Position(*sequence)).ok().flatten().filter(Record::is_scored);
         let whole = |answer: &Vec<u64>| answer.iter().map(read).collect::<Option<Vec<Record>>>();

@@ -43,6 +43,12 @@ fn groups_come_once_in_the_order_in_which_they_became_complete() {
         assert_eq!(ids(reader, &GroupQuery { order: Order::Id, ..query.clone() }), [(5, 4), (6, 3)]);
         assert_eq!(ids(reader, &GroupQuery { rollouts: 1..=9, ..query }), []);
         assert_eq!(reader.find(&GroupQuery::complete(2))[0].records[0].position(), Position(5));
+        let one = |group, samples| reader.group_of(0, group, samples).map(|group| group.completed.0);
+        assert_eq!(
+            [(5, 2), (6, 2), (8, 2), (8, 1), (9, 1)].map(|(id, n)| one(id, n)),
+            [Some(4), Some(3), None, Some(6), None]
+        );
+        assert_eq!(reader.group_of(1, 5, 2).map(|group| group.group_id), None, "of another rollout");
     };
     check(&log.reader());
     log.close().unwrap();

@@ -39,7 +39,7 @@ pub(super) fn again(reader: &Reader, group: u64, note: &PromptNote, taken: &Take
 
 fn of_group(reader: &Reader, prompt: &Record, taken: &Taken) -> Option<Again> {
     let (number, seat) = (prompt.scalars().sample_id, prompt.scalars().rollout_id);
-    let group = reader.groups(seat, 1).into_iter().find(|group| group.group_id == number)?;
+    let group = reader.group_of(seat, number, 1)?;
     // As it was given, once an answer.
     let answers: Vec<&Record> =
         group.records.iter().filter(|record| part_of(record.scalars().sample_id) == 0).collect();
