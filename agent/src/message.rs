@@ -150,6 +150,14 @@ pub trait Converse: Send + Sync {
         Err(Refusal::Invalid("a session ends with its answer, and not before".to_owned()))
     }
 
+    /// Whether it can answer at all.
+    ///
+    /// # Errors
+    /// [`Refusal::Broken`], and why.
+    fn check(&self) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     /// Whether `key` opens `session`.
     fn opens(&self, session: &str, key: Option<&str>) -> bool;
 

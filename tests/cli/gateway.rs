@@ -5,6 +5,7 @@ use driftless_testkit::http::exchange;
 use driftless_testkit::sglang::{Fake, write};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 const CHAT: &str = "POST /s/task-1/v1/chat/completions";
 const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n\
@@ -79,7 +80,10 @@ fn serve(dir: &Path, model: &Path, fake: &Fake) -> Served {
 }
 
 fn serve_with(dir: &Path, model: &Path, fake: &Fake, more: &[&str]) -> Served {
-    let mut command = driftless();
+    serve_by(driftless(), dir, model, fake, more)
+}
+
+fn serve_by(mut command: Command, dir: &Path, model: &Path, fake: &Fake, more: &[&str]) -> Served {
     command.args(["--json", "--die-with-parent", "gateway"]).args(more);
     if !more.contains(&"--listen") {
         command.args(["--listen", "127.0.0.1:0"]);
@@ -291,4 +295,36 @@ fn a_token_opens_sessions_of_any_name() {
     assert_eq!(sessions, ["default", "task-1", "task-2"]);
     let journal = std::fs::read(dir.path().join("save/sessions.journal")).expect("a file");
     assert!(!journal.windows(6).any(|bytes| bytes == b"secret"), "the token is in no file");
+}
+
+/// Its files may be so short that the journal is soon full.
+#[test]
+fn a_gateway_that_can_keep_nothing_draws_nothing_and_says_so() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = model(&dir.path().join("model"));
+    let fake = Fake::start(&model);
+    fake.engine().tokens = vec![id('a')];
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$0\" \"$@\""]).arg(driftless().get_program());
+    let served = serve_by(limited, dir.path(), &model, &fake, &[]);
+    let asked = |nth: usize| {
+        let request = format!("POST /s/task-{nth}/v1/chat/completions");
+        post(&served, &request, "host: localhost\r\n", &json!([{"role": "user", "content": "hi"}]))
+    };
+    let health = || {
+        let (host, empty) = ("host: localhost\r\n", json!([]));
+        post(&served, "GET /health", host, &empty)
+    };
+    assert_eq!(health().0, 200);
+    let (status, body) = (0..100).map(asked).find(|(status, _)| *status != 200).expect("a full journal");
+    assert!(status == 500 && body.contains("start this again"), "{status}: {body}");
+    let drawn = fake.engine().generated;
+    let (status, body) = asked(1000);
+    assert!(status == 500 && body.contains("start this again"), "{status}: {body}");
+    assert_eq!(fake.engine().generated, drawn, "nothing is drawn that cannot be kept");
+    let (status, body) = health();
+    assert!(status == 503 && body.contains("start this again"), "{status}: {body}");
+    drop(served);
+    let again = serve(dir.path(), &model, &fake);
+    ask(&again, &json!([{"role": "user", "content": "hi"}]));
 }

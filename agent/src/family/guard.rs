@@ -24,6 +24,11 @@ impl Guard {
     pub(super) fn new(tokenizer: &Tokenizer) -> Result<Self, crate::Error> {
         let guarded = tokenizer.guarded();
         for (spelling, id) in &guarded {
+            if spelling.chars().nth(1).is_none() {
+                let reason =
+                    format!("its token {id} is the letter `{spelling}`, which no text can be kept from");
+                return Err(tokenizer.unusable(reason));
+            }
             if tokenizer.encode_plain(spelling)?.contains(id) {
                 let reason = format!("the text `{spelling}` of a user is its token {id} even as plain text");
                 return Err(tokenizer.unusable(reason));
@@ -100,5 +105,27 @@ fn inside(value: &mut Json, work: &mut dyn FnMut(&mut String)) {
             }));
         }
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn token_of_a_single_letter_is_refused() {
+        let token = |content: &str| {
+            let added = json!({"id": 1, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false});
+            let model = json!({"type": "WordLevel", "vocab": {"a": 0, content: 1}, "unk_token": "a"});
+            let split = json!({"type": "Split", "pattern": {"Regex": "(?s)."}, "behavior": "Isolated", "invert": false});
+            let tokenizer =
+                json!({"version": "1.0", "added_tokens": [added], "pre_tokenizer": split, "model": model});
+            Tokenizer::from_bytes("tokenizer.json", tokenizer.to_string().as_bytes()).unwrap()
+        };
+        assert!(Guard::new(&token("<|end|>")).is_ok());
+        let refused = Guard::new(&token("▁")).unwrap_err().to_string();
+        assert!(refused.contains("its token 1 is the letter `▁`"), "{refused}");
     }
 }

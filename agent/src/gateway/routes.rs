@@ -77,7 +77,7 @@ pub(super) fn router(options: GatewayOptions, converse: Arc<dyn Converse>, count
         .nest("/s/{session}", api.clone().merge(closing))
         .merge(api)
         .route("/", get(async || "driftless gateway\n"))
-        .route("/health", get(async || "ok\n"))
+        .route("/health", get(health))
         .fallback(async |request: Request| {
             let path = request.uri().path();
             told(protocol_of(path).fault(404, None, &format!("there is nothing at {path}")))
@@ -221,6 +221,14 @@ async fn close(
     match shared.converse.close(&entered.session, key(&headers)).await {
         Ok(()) => Json(json!({"session": entered.session, "closed": true})).into_response(),
         Err(refusal) => told(Protocol::Chat.refused(&refusal)),
+    }
+}
+
+/// 503 once it can answer no more: whatever watches it may then start it again.
+async fn health(State(shared): State<Arc<Shared>>) -> Response {
+    match shared.converse.check() {
+        Ok(()) => "ok\n".into_response(),
+        Err(refusal) => (StatusCode::SERVICE_UNAVAILABLE, format!("{refusal}\n")).into_response(),
     }
 }
 

@@ -7,6 +7,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use tokio::sync::{mpsc, oneshot};
 
@@ -25,6 +26,8 @@ const ROOM: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 20;
 pub struct Journal {
     path: PathBuf,
     entries: mpsc::Sender<Entry>,
+    /// Why nothing can be written any more.
+    failed: Arc<OnceLock<String>>,
 }
 
 /// A record, and who waits for it.
@@ -40,18 +43,30 @@ impl Journal {
     /// # Errors
     /// [`Error::Io`]; [`Error::Journal`] if another process has it, if a record before the last ones is damaged, and
     /// with what `keep` says.
-    pub fn open(path: &Path, keep: impl FnOnce(&[Vec<u8>]) -> Result<Vec<bool>, String>) -> Result<Self> {
-        let (mut file, mut end, records) = recover(path)?;
+    pub fn open(path: &Path, keep: impl FnOnce(&[&[u8]]) -> Result<Vec<bool>, String>) -> Result<Self> {
+        let mut bytes = Vec::new();
+        let (mut file, mut end, records) = recover(path, &mut bytes)?;
         let kept = keep(&records).map_err(|reason| Error::Journal { path: path.to_owned(), reason })?;
         if kept.contains(&false) {
             let kept = records.iter().zip(kept).filter(|(_, keep)| *keep);
-            (file, end) = replace(path, kept.map(|(record, _)| record.as_slice()))?;
+            (file, end) = replace(path, kept.map(|(record, _)| *record))?;
         }
+        drop(bytes);
         let (entries, waiting) = mpsc::channel(WAITING_MAX);
         let thread = std::thread::Builder::new().name("session journal".to_owned());
-        let groups = Groups { file, end, room: end };
-        thread.spawn(move || write_groups(groups, waiting)).map_err(io("start a thread for", path))?;
-        Ok(Journal { path: path.to_owned(), entries })
+        let (groups, failed) = (Groups { file, end, room: end }, Arc::<OnceLock<String>>::default());
+        let told = failed.clone();
+        thread.spawn(move || write_groups(groups, waiting, &told)).map_err(io("start a thread for", path))?;
+        Ok(Journal { path: path.to_owned(), entries, failed })
+    }
+
+    /// Whether anything can still be written.
+    ///
+    /// # Errors
+    /// [`Error::Journal`] once the file could not be written.
+    pub fn check(&self) -> Result<()> {
+        let failed = |reason: &String| Error::Journal { path: self.path.clone(), reason: reason.clone() };
+        self.failed.get().map_or(Ok(()), |reason| Err(failed(reason)))
     }
 
     /// Writes a record; returns once it is durable.
@@ -72,8 +87,9 @@ impl Journal {
     }
 }
 
-/// Opens, locks and reads the file, and cuts what a crash left and the zeros. Returns where its groups end, too.
-fn recover(path: &Path) -> Result<(File, u64, Vec<Vec<u8>>)> {
+/// Opens, locks and reads the file, and cuts what a crash left and the zeros. Returns where its groups end, too, and its
+/// records, which lie in `bytes`.
+fn recover<'a>(path: &Path, bytes: &'a mut Vec<u8>) -> Result<(File, u64, Vec<&'a [u8]>)> {
     let mut file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -91,16 +107,15 @@ fn recover(path: &Path) -> Result<(File, u64, Vec<Vec<u8>>)> {
         }
         Err(std::fs::TryLockError::Error(error)) => return Err(io("lock", path)(error)),
     }
-    let mut bytes = Vec::new();
-    file.read_to_end(&mut bytes).map_err(io("read", path))?;
-    let (records, end) = frame::read(&bytes).map_err(refused)?;
+    file.read_to_end(bytes).map_err(io("read", path))?;
+    let (records, end) = frame::read(bytes).map_err(refused)?;
     if bytes[end..].iter().any(|byte| *byte != 0) {
         tracing::warn!(path = %path.display(), bytes = bytes.len() - end, "cut the unfinished end of the journal");
     }
     file.set_len(end as u64).map_err(io("cut", path))?;
     file.sync_all().map_err(io("write", path))?;
     sync_folder(path)?;
-    Ok((file, end as u64, records.iter().map(|record| record.to_vec()).collect()))
+    Ok((file, end as u64, records))
 }
 
 /// A file with these records in place of the one at `path`, locked before others can open it, and where it ends.
@@ -149,8 +164,7 @@ impl Groups {
 }
 
 /// Writes what waits, group by group, until nobody can send any more.
-fn write_groups(mut groups: Groups, mut waiting: mpsc::Receiver<Entry>) {
-    let mut failed: Option<String> = None;
+fn write_groups(mut groups: Groups, mut waiting: mpsc::Receiver<Entry>, failed: &OnceLock<String>) {
     while let Some(first) = waiting.blocking_recv() {
         let mut group = vec![first];
         let mut bytes = group[0].record.len();
@@ -159,13 +173,16 @@ fn write_groups(mut groups: Groups, mut waiting: mpsc::Receiver<Entry>) {
             bytes += next.record.len();
             group.push(next);
         }
-        if failed.is_none() {
+        if failed.get().is_none() {
             let written = frame::group(group.iter().map(|entry| entry.record.as_slice()));
-            failed = groups.write(&written).err().map(|error| format!("it could not be written: {error}"));
+            if let Err(error) = groups.write(&written) {
+                let todo = "make room, or mend the disk, and start this again";
+                let _ = failed.set(format!("it could not be written: {error}; {todo}"));
+            }
         }
         for Entry { done, .. } in group {
             // Whoever waited may have gone.
-            let _ = done.send(failed.clone().map_or(Ok(()), Err));
+            let _ = done.send(failed.get().cloned().map_or(Ok(()), Err));
         }
     }
 }
@@ -181,7 +198,8 @@ mod tests {
         let records = [vec![1; 10], vec![2; 65_000], vec![3; 9 << 20], vec![4; 30]];
         let mut rooms = Vec::new();
         for at in 0..records.len() {
-            let (file, end, found) = recover(&path).unwrap();
+            let mut bytes = Vec::new();
+            let (file, end, found) = recover(&path, &mut bytes).unwrap();
             assert_eq!(found, records[..at]);
             assert_eq!(file.metadata().unwrap().len(), end, "zeros of an earlier process are cut");
             let mut groups = Groups { file, end, room: end };
@@ -195,7 +213,7 @@ mod tests {
     #[test]
     fn groups_within_the_zeros_leave_the_size_of_the_file() {
         let dir = tempfile::tempdir().unwrap();
-        let (file, end, _) = recover(&dir.path().join("sessions")).unwrap();
+        let (file, end, _) = recover(&dir.path().join("sessions"), &mut Vec::new()).unwrap();
         let mut groups = Groups { file, end, room: end };
         let group = frame::group(std::iter::once(&[7; 1000][..]));
         let sizes: Vec<u64> = (0..*ROOM.start() as usize / group.len())

@@ -71,6 +71,7 @@ impl Drop for Begun {
 impl<D: Draw> Inner<D> {
     /// Answers, whether or not somebody still waits for it.
     pub(super) async fn ask(self: Arc<Self>, name: String, mut ask: Ask) -> Result<Answer, Refusal> {
+        self.check()?;
         let session = self.enter(&name).await?;
         self.look_aside();
         let Ok(_place) = session.asks.clone().try_acquire_owned() else {

@@ -225,7 +225,7 @@ struct Read {
 }
 
 /// The sessions of a journal, and whether each of its records is still of use.
-fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<(Book, Vec<bool>), String> {
+fn replay(records: &[&[u8]], settings: &Settings) -> Result<(Book, Vec<bool>), String> {
     let (now, mut book) = (settings.clock.now(), Book::default());
     let mut read: HashMap<String, Read> = HashMap::new();
     let mut names = Vec::with_capacity(records.len());
@@ -239,7 +239,13 @@ fn replay(records: &[Vec<u8>], settings: &Settings) -> Result<(Book, Vec<bool>),
             Step::Opened { key, sampling } => {
                 let opening = Opening { key, sampling: sampling.into() };
                 let tree = Tree::new(settings.bounds, settings.thoughts);
-                read.insert(session, Read { opening, tree, asked, is_rested: false });
+                let new = Read { opening, tree, asked, is_rested: false };
+                if let Some(before) = read.insert(session.clone(), new).filter(|_| settings.all) {
+                    // Its name was forgotten, and given again.
+                    let name =
+                        (1..).map(|nth| format!("{session}~{nth}")).find(|name| !read.contains_key(name));
+                    name.map(|name| read.insert(name, before));
+                }
             }
             Step::Turned(turn) => {
                 let found = read.get_mut(&session).ok_or_else(absent)?;
@@ -351,6 +357,12 @@ impl<D: Draw> Inner<D> {
         Ok(found)
     }
 
+    /// Refuses what could not be kept, before anything is drawn for it.
+    fn check(&self) -> Result<(), Refusal> {
+        let Some(journal) = &self.journal else { return Ok(()) };
+        journal.check().map_err(|error| Refusal::Broken(error.to_string()))
+    }
+
     async fn write(&self, session: &str, step: Step) -> Result<(), Refusal> {
         let Some(journal) = &self.journal else { return Ok(()) };
         let broken = |error: &dyn std::error::Error| Refusal::Broken(format!("session `{session}`: {error}"));
@@ -380,6 +392,10 @@ impl<D: Draw> Converse for Sessions<D> {
 
     async fn close(&self, session: &str, _key: Option<&str>) -> Result<(), Refusal> {
         Sessions::close(self, session).await
+    }
+
+    fn check(&self) -> Result<(), Refusal> {
+        self.inner.check()
     }
 
     fn opens(&self, session: &str, key: Option<&str>) -> bool {

@@ -103,6 +103,23 @@ async fn idle_sessions_leave_memory_and_later_the_journal() {
     assert_eq!(room.script.drawn.lock().unwrap().len(), 5, "another session of that name");
 }
 
+/// Two names of sessions that ended are known; an older one is given again.
+#[tokio::test]
+async fn an_export_has_the_sessions_whose_name_was_given_again() {
+    let room = Room::new();
+    let sessions = room.open(false).await;
+    for name in ["a", "b", "c", "d", "a"] {
+        hi(&sessions, name).await.unwrap();
+        room.pass(IDLE + 1);
+    }
+    drop(sessions);
+    let sessions = room.open(true).await;
+    assert_eq!(sessions.names(), ["a", "a~1", "b", "c", "d"]);
+    for name in sessions.names() {
+        assert_eq!(sessions.samples(&name, false, usize::MAX).await.unwrap().len(), 1, "{name}");
+    }
+}
+
 /// How often the journal names what was drawn.
 fn records(room: &Room) -> usize {
     let bytes = std::fs::read(room.journal()).unwrap();

@@ -122,7 +122,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     }
     let family = Family::open(&args.hf_checkpoint)?;
     let sessions = sessions(&args, family, args.engines()?, false)?;
-    let options = GatewayOptions::new(token.is_none());
+    let mut options = GatewayOptions::new(token.is_none());
+    options.deadline += args.generate_deadline();
     let gateway = Gateway::start(args.listen, options, Arc::new(Open::new(sessions, token.clone(), now)))?;
     let counts = gateway.counts();
     let listen = |addr| metrics::serve(METRICS, addr, token, move || counts.page());
@@ -149,6 +150,10 @@ impl Args {
         runtime::wait(&runtime, attaching)
     }
 
+    fn generate_deadline(&self) -> Duration {
+        Duration::from_secs(self.draw.generate_deadline)
+    }
+
     /// Tokens of a conversation with its next answer.
     fn context(&self) -> Result<usize> {
         if let Some(tokens) = self.rollout_max_context_len {
@@ -167,13 +172,16 @@ impl Args {
 /// The sessions of --save, and those that clients begin; with `all` those too that were let go.
 fn sessions<D: Draw>(args: &Args, family: Family, draw: D, all: bool) -> Result<Sessions<D>> {
     let visitors = Opening { key: None, sampling: args.draw.sampling() };
+    let of = Settings::default();
     let settings = Settings {
+        // What waits for an engine is not late by that.
+        deadline: of.deadline + args.generate_deadline(),
         model: args.model_name(),
         context: args.context()?,
         thoughts: if args.strip_thoughts { Thoughts::Stripped } else { Thoughts::Kept },
         visitors: Some(visitors),
         all,
-        ..Settings::default()
+        ..of
     };
     let io = |source| Error::Io { path: args.save.clone(), source };
     std::fs::create_dir_all(&args.save).map_err(io)?;

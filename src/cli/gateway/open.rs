@@ -82,6 +82,10 @@ impl<S: Converse> Converse for Open<S> {
         self.sessions.close(self.name(session), None).await
     }
 
+    fn check(&self) -> Result<(), Refusal> {
+        self.sessions.check()
+    }
+
     fn opens(&self, session: &str, key: Option<&str>) -> bool {
         let name = self.name(session);
         self.lets_in(name, key) && is_name(name) && self.sessions.opens(name, None)

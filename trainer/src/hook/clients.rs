@@ -76,7 +76,14 @@ impl Clients {
     pub(super) fn start(checkpoint: &Path, of: &HookOptions) -> Result<Self> {
         let seats = Arc::new(Seats::default());
         let thoughts = of.thoughts;
-        let settings = Settings { context: usize::MAX, asks: WAITING_MAX, thoughts, ..Settings::default() };
+        let settings = Settings {
+            context: usize::MAX,
+            asks: WAITING_MAX,
+            thoughts,
+            // The loop has deadlines of its own for what an engine draws, and the session ends with its answer.
+            deadline: Duration::from_secs(86_400),
+            ..Settings::default()
+        };
         let family = Family::open_with(checkpoint, of.variables.as_deref())?;
         let sessions = Sessions::in_memory(family, seats.clone(), settings);
         let sessions = Arc::new(sessions);
