@@ -73,12 +73,13 @@ fn figures_grow_and_damaged_lines_are_counted() {
     let whole = format!("{}not a step\n{{\"reward\": 1}}\n{}", step(0, 0.25), step(1, 0.5));
     let metrics =
         file(dir.path(), "metrics.jsonl", &[b"\xff\xfe\n", whole.as_bytes(), b"{\"rollout_id\":2,"].concat());
-    let told = "# What `driftless train` was told\n[train]\nlr = \"1e-6\"\nstore = 's3://u:hidden@b'\ncustom-rm-command = 'python a.py --key hidden'\n";
+    let told = "# What `driftless train` was told\n[train]\nlr = \"1e-6\"\nstore = 's3://u:hidden@b'\ncustom-rm-command = 'KEY=hidden exec python a.py --key hidden'\nlearner = 'KEY=hidden'\nenvironment-args = '{\"key\": \"hidden\"}'\n";
     file(dir.path(), "run.toml", told.as_bytes());
     let board = Dashboard::of(dir.path(), &[dir.path()], None);
     let runs = board.get("/api/runs");
     let facts = ["steps", "damaged", "settings"].map(|name| runs[0][name].clone());
-    let settings = json!({ "lr": "1e-6", "store": "s3://…@b", "custom-rm-command": "python …" });
+    let settings = json!({ "lr": "1e-6", "store": "s3://…@b", "custom-rm-command": "python …",
+        "learner": "the command …", "environment-args": "…" });
     assert_eq!(json!(facts), json!([2, { "metrics": 3, "events": 0, "ledger": 0 }, settings]));
     let first = board.get("/api/metrics");
     assert_eq!((&first["rows"], &first["columns"]["reward"]), (&json!(2), &json!([0.25, 0.5])));

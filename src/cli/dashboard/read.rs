@@ -8,6 +8,7 @@ use crate::cli::shared::timeline::Starts;
 use driftless::store::redact;
 use driftless::trainer::events::{EARLIER, EVENTS};
 use driftless::trainer::goodput::Goodput;
+use driftless::trainer::learner::program;
 use driftless::trainer::ledger;
 use driftless::trainer::metrics::METRICS;
 use serde::ser::SerializeSeq as _;
@@ -125,7 +126,8 @@ pub(super) fn without_secrets(flags: &toml::Table) -> BTreeMap<String, String> {
     flags.iter().map(|(flag, value)| (flag.clone(), shown(flag, value))).collect()
 }
 
-/// A setting without what may be secret: only the program of a command is shown, and URLs lack passwords and queries.
+/// A setting without what may be secret: only the program of a command is shown, nothing of what an environment is told, and
+/// URLs lack passwords and queries.
 fn shown(flag: &str, value: &toml::Value) -> String {
     let text = match value {
         toml::Value::Array(values) => {
@@ -134,8 +136,13 @@ fn shown(flag: &str, value: &toml::Value) -> String {
         toml::Value::String(text) => text.clone(),
         other => other.to_string(),
     };
-    match text.split_once(' ') {
-        Some((program, _)) if flag.ends_with("-command") || flag == "learner" => format!("{program} …"),
+    let is_url = ["http://", "https://"].iter().any(|scheme| text.starts_with(scheme));
+    match flag {
+        "environment-args" => "…".to_owned(),
+        _ if !is_url && (flag.ends_with("-command") || flag == "learner") => match program(&text) {
+            program if program == text => text,
+            program => format!("{program} …"),
+        },
         _ if text.contains("://") => redact(&text),
         _ => text,
     }

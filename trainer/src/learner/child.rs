@@ -179,7 +179,8 @@ fn absolute(path: &Path) -> Result<PathBuf> {
 
 /// The program that a line for the shell starts: its first word that is neither a variable nor `exec`. The rest may
 /// hold secrets.
-fn program(command: &str) -> &str {
+#[must_use]
+pub fn program(command: &str) -> &str {
     let mut rest = command.trim_start();
     loop {
         let mut quote = None;

@@ -19,7 +19,7 @@ use crate::error::Result;
 use crate::metrics::{StepMetrics, StepStats};
 use crate::sample::answer_of;
 
-pub use child::{Child, ChildOptions};
+pub use child::{Child, ChildOptions, program};
 pub use serve::serve;
 pub use wire::{Hello, PROTOCOL};
 
