@@ -99,6 +99,9 @@ impl Ledger {
         let Learned { groups, samples, .. } = learned.clone();
         self.lines.append(&Line { step, groups, samples, recipe: is_new.then(|| Recipe::clone(&recipe)) })?;
         self.lines.sync()?;
+        // No earlier step is done again by this process.
+        let before = self.steps.range_mut(..step).rev().map(|(_, learned)| &mut learned.samples);
+        before.take_while(|samples| !samples.is_empty()).for_each(|samples| *samples = Vec::new());
         self.steps.insert(step, learned);
         self.recipe = Some(recipe);
         Ok(())
@@ -201,6 +204,8 @@ mod tests {
         let mut ledger = Ledger::open(dir.path()).unwrap();
         note(&mut ledger, 1, &[3, 4]);
         note(&mut ledger, 1, &[3, 4]);
+        let held: Vec<_> = ledger.steps.values().map(|learned| learned.samples.len()).collect();
+        assert_eq!(held, [0, 2], "digests of steps that are over are in the file alone");
         assert_eq!(read(dir.path()).unwrap(), [(0, vec![0, 2]), (1, vec![3, 4])].into());
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 4);
     }
