@@ -216,15 +216,31 @@ def test_what_is_no_json_is_an_error_of_its_line(hook):
 @generate
 async def answer(turn):
     await turn.generate(input_ids=[float("nan")])
-
-@reward
-def score(samples):
-    return [float("inf")]
 """)
     process.say(1, **QUESTION)
     assert process.line()["error"].endswith("(mine.py:6)")
-    process.say(2, hook="rm", samples=[SAMPLE])
-    assert "not JSON compliant" in process.line()["error"]
+
+
+def test_reward_says_what_it_is_made_of_and_which_sample_has_none(hook):
+    process = hook("""
+@reward
+async def score(samples):
+    async def judge(sample):
+        match sample.index:
+            case 0: return 1
+            case 1: return {"reward": 0.5, "rewards": {"right": 0, "form": 0.5}}
+            case 2: raise TimeoutError("the judge is asleep")
+            case 3: return float("inf")
+            case 4: return None
+            case 5: return {"right": 1}
+    return await asyncio.gather(*map(judge, samples), return_exceptions=True)
+""")
+    process.say(1, hook="rm", samples=[{**SAMPLE, "index": index} for index in range(6)])
+    first, second, *others = process.line()["rewards"]
+    assert (first, second) == (1.0, {"reward": 0.5, "rewards": {"right": 0.0, "form": 0.5}})
+    expected = ["TimeoutError: the judge is asleep (mine.py:", "found inf", "NoneType", "found ['right']"]
+    for said, expected in zip(others, expected, strict=True):
+        assert list(said) == ["error"] and expected in said["error"], said
 
 
 @pytest.mark.parametrize("kind", [ASYNC, PLAIN])

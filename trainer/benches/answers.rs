@@ -19,13 +19,13 @@ use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, Piece, Tell, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label};
 use driftless_buffer::{Identity, Log, Options, SyncPolicy};
+use driftless_trainer::Result;
 use driftless_trainer::data::{Place, Tokenizer};
 use driftless_trainer::options::Mode;
-use driftless_trainer::reward::Reward;
+use driftless_trainer::reward::{Given, Reward};
 use driftless_trainer::rollout::{Policy, Queue, RolloutOptions, Rollouts};
 use driftless_trainer::sample::{Answer, Engines, Prompt};
 use driftless_trainer::tasks::{DataSource, Task, tiny};
-use driftless_trainer::{Error, Result};
 use tokio::sync::Semaphore;
 
 /// Groups of a step; each has one answer.
@@ -129,13 +129,13 @@ struct Noted {
 
 #[async_trait]
 impl Reward for Noted {
-    async fn score(&self, answers: &[Answer]) -> std::result::Result<Vec<f32>, Error> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
         for answer in answers {
             if let Some(end) = self.ends.lock().expect("a lock").remove(&answer.sample) {
                 self.late.lock().expect("a lock").push(end.elapsed());
             }
         }
-        Ok(vec![0.5; answers.len()])
+        Ok(answers.iter().map(|_| Ok(0.5.into())).collect())
     }
 }
 

@@ -3,12 +3,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, RowReader};
 use driftless_trainer::hook::{Hook, HookOptions, Rm};
-use driftless_trainer::reward::{Remote, Reward};
+use driftless_trainer::reward::{Given, Remote, Reward};
 use driftless_trainer::sample::Answer;
 use driftless_trainer::tasks::{Sourced, Task};
 use serde_json::value::RawValue;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,8 +36,17 @@ fn answers(numbers: &[u64]) -> Vec<Answer> {
     numbers.iter().map(answer).collect()
 }
 
+/// What the answers get, or the first error.
+async fn scored(reward: &dyn Reward, answers: &[Answer]) -> Result<Vec<f32>, String> {
+    let given = reward.score(answers).await.map_err(|error| error.to_string())?;
+    given
+        .into_iter()
+        .map(|given| given.map(|given| given.reward).map_err(|error| error.to_string()))
+        .collect()
+}
+
 async fn score(rm: &Rm) -> Result<Vec<f32>, String> {
-    rm.score(&answers(&[40, 41])).await.map_err(|error| error.to_string())
+    scored(rm, &answers(&[40, 41])).await
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -45,7 +56,7 @@ async fn a_command_scores_groups_in_order_with_one_process() {
     let reply = r#"echo "{\"id\": $n, \"rewards\": [$n, 0.5]}""#;
     let command = command(reply, LONG);
     for number in 1..4_u8 {
-        assert_eq!(command.score(&answers(&[40, 41])).await.unwrap(), [f32::from(number), 0.5]);
+        assert_eq!(score(&command).await.unwrap(), [f32::from(number), 0.5]);
     }
 }
 
@@ -111,9 +122,9 @@ async fn late_command_is_killed_and_started_for_the_next_group() {
         "if test -e {path}; then echo \"{{\\\"id\\\": $n, \\\"rewards\\\": [1, 2]}}\"; else touch {path}; sleep 3600; fi"
     );
     let command = command(&reply, Duration::from_secs(5));
-    let words = command.score(&answers(&[40, 41])).await.unwrap_err().to_string();
+    let words = score(&command).await.unwrap_err();
     assert!(words.contains("nothing after 5 s") && words.contains("`HookOptions::deadline`"), "{words}");
-    assert_eq!(command.score(&answers(&[42, 43])).await.unwrap(), [1.0, 2.0]);
+    assert_eq!(scored(&command, &answers(&[42, 43])).await.unwrap(), [1.0, 2.0]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -177,7 +188,7 @@ async fn service(status: &'static str, body: &'static str) -> String {
 async fn a_service_scores_with_a_number_or_an_object() {
     for body in ["0.25", "{\"score\": 0.25}", "{\"reward\": 0.25, \"why\": \"close\"}"] {
         let remote = Remote::new(&service("200 OK", body).await, LONG).unwrap();
-        assert_eq!(remote.score(&answers(&[40, 41])).await.unwrap(), [0.25, 0.25], "{body}");
+        assert_eq!(scored(&remote, &answers(&[40, 41])).await.unwrap(), [0.25, 0.25], "{body}");
     }
     let long: &str = Box::leak("1".repeat((1 << 20) + 1).into_boxed_str());
     for (status, body, found) in [
@@ -187,7 +198,7 @@ async fn a_service_scores_with_a_number_or_an_object() {
         ("200 OK", long, "more than 1048576 bytes"),
     ] {
         let remote = Remote::new(&service(status, body).await, LONG).unwrap();
-        let words = remote.score(&answers(&[40])).await.unwrap_err().to_string();
+        let words = scored(&remote, &answers(&[40])).await.unwrap_err();
         assert!(words.contains("sample 40") && words.contains(found), "{words}");
     }
     assert!(Remote::new("scorer:80", LONG).is_err());
@@ -237,7 +248,7 @@ async fn problems_and_rewards_come_from_reasoning_gym() {
             metadata: prompt.metadata.clone(),
             ..answers(&[number]).remove(0)
         };
-        let rewards = task.reward.score(&[answer(sum), answer(sum + 1)]).await.unwrap();
+        let rewards = scored(&*task.reward, &[answer(sum), answer(sum + 1)]).await.unwrap();
         assert!(rewards[0] == 1.0 && rewards[1] < 1.0, "{}: {sum}: {rewards:?}", prompt.text);
     }
 }
@@ -249,17 +260,41 @@ async fn a_service_scores_a_group_as_a_command_does() {
         Rm::new(Hook::open("--rm-url", &HookOptions::new(at).with_deadline(LONG)).unwrap())
     };
     let group = answers(&[40, 41]);
-    assert_eq!(rm("200 OK", "{\"rewards\": [0.25, 1]}").await.score(&group).await.unwrap(), [0.25, 1.0]);
+    assert_eq!(scored(&rm("200 OK", "{\"rewards\": [0.25, 1]}").await, &group).await.unwrap(), [0.25, 1.0]);
     for (status, body, found) in [
         ("500 Oops", "{\"rewards\": [0.25, 1]}", "HTTP 500"),
         ("200 OK", "{\"error\": \"no luck\"}", "no luck"),
         ("200 OK", "{\"rewards\": [1]}", "1 rewards for 2 samples"),
     ] {
-        let words = rm(status, body).await.score(&group).await.unwrap_err().to_string();
+        let words = scored(&rm(status, body).await, &group).await.unwrap_err();
         assert!(words.contains("sample 40") && words.contains(found), "{words}");
     }
     for at in ["http://", "http://user@:0x/", ""] {
         let options = HookOptions::new(at).with_deadline(LONG);
         assert!(Hook::open("--rm-url", &options).is_err(), "{at}");
+    }
+}
+
+/// Each error is of its own answer; those of a count, or of no answer, are of all.
+#[tokio::test(flavor = "multi_thread")]
+async fn reward_says_what_it_is_made_of_or_which_answer_has_none() {
+    let said = serde_json::json!({"rewards": [
+        {"reward": 0.5, "rewards": {"right": 0, "form": 0.5}}, {"error": "the judge is asleep"}, 1,
+        {"reward": 1, "rewards": {"form": "high"}}, {"score": 1}, {"rewards": {}}, null, 1e300,
+    ]});
+    let service = service("200 OK", Box::leak(said.to_string().into_boxed_str())).await;
+    let rm = Rm::new(Hook::open("--rm-url", &HookOptions::new(service).with_deadline(LONG)).unwrap());
+    let mut given = rm.score(&answers(&[40, 41, 42, 43, 44, 45, 46, 47])).await.unwrap().into_iter();
+    let first = given.next().unwrap().unwrap();
+    assert_eq!(first.reward, 0.5);
+    assert_eq!(first.components, BTreeMap::from([("form".to_owned(), 0.5), ("right".to_owned(), 0.0)]));
+    let told = |found: Result<Given, Error>| found.unwrap_err().to_string();
+    let asleep = told(given.next().unwrap());
+    assert!(asleep.contains("sample 41") && asleep.contains("its error: the judge is asleep"), "{asleep}");
+    assert_eq!(given.next().unwrap().unwrap(), 1.0.into());
+    for (sample, expected) in
+        given.map(told).zip(["\"high\"", "unknown field `score`", "null", "null", "1e+300"])
+    {
+        assert!(sample.contains(expected), "{sample}");
     }
 }

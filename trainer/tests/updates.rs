@@ -22,7 +22,7 @@ use driftless_trainer::events::{Event, Fact, Observer};
 use driftless_trainer::learner::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use driftless_trainer::metrics::StepStats;
 use driftless_trainer::push::Pushes;
-use driftless_trainer::reward::Reward;
+use driftless_trainer::reward::{Given, Reward};
 use driftless_trainer::sample::{Answer, Prompt};
 use driftless_trainer::tasks::{DataSource, Task, tiny};
 use driftless_trainer::{Error, Outcome, Result, TrainOptions, train};
@@ -169,8 +169,8 @@ struct Second;
 
 #[async_trait]
 impl Reward for Second {
-    async fn score(&self, group: &[Answer]) -> Result<Vec<f32>> {
-        Ok(group.iter().map(|answer| (answer.sample % 2) as f32).collect())
+    async fn score(&self, group: &[Answer]) -> Result<Vec<Result<Given>>> {
+        Ok(group.iter().map(|answer| Ok(((answer.sample % 2) as f32).into())).collect())
     }
 }
 

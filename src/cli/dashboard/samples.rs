@@ -370,6 +370,11 @@ fn learner_log_probs(reader: &Reader, step: u64, position: Position) -> Vec<f32>
     log_probs
 }
 
+/// Why no step learns from a sample, if it is left out.
+fn why(note: &PromptNote, record: &Record) -> Option<String> {
+    note.failed_of(record).map_or_else(|| note.dropped.clone(), |failed| Some(failed.why.clone()))
+}
+
 fn row(record: &Record, kind: Which, reader: &Reader, known: &Mismatches) -> Row {
     let (reward, mismatch) = (record.scalars().reward, known.get(&record.position()));
     let (prompt_id, answer, part) = ids(record);
@@ -390,7 +395,7 @@ fn row(record: &Record, kind: Which, reader: &Reader, known: &Mismatches) -> Row
         learned: mismatch.map(|mismatch| mismatch.step),
         mismatch: mismatch.map(|mismatch| mismatch.nats),
         seconds: record.times().first().zip(record.times().last()).and_then(|(from, to)| seconds(*from, *to)),
-        why: if kind == Which::LeftOut { note(reader, record).dropped } else { None },
+        why: if kind == Which::LeftOut { why(&note(reader, record), record) } else { None },
     }
 }
 
@@ -449,7 +454,11 @@ fn left_out(reader: &Reader, step: u64, failure: Option<&str>) -> Picked {
         let (scalars, kind) = (record.scalars(), record.kind());
         let cause = match kind {
             Kind::Prompt => cause(&PromptNote::of(record)),
-            Kind::Sample if !scalars.evaluation => cause(&note(reader, record)),
+            Kind::Sample if !scalars.evaluation => {
+                let note = note(reader, record);
+                let failed = note.failed_of(record).map(|failed| failed.outcome.name().to_owned());
+                failed.or_else(|| cause(&note))
+            }
             _ => None,
         };
         let Some(cause) = cause else { return false };

@@ -96,7 +96,8 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     let Step { number, mut records } = match (args.evaluation, args.left_out) {
         (true, _) => apart(args, &texts, |record| Ok(record.scalars().evaluation))?,
         (_, true) => apart(args, &texts, |record| {
-            Ok(!record.scalars().evaluation && texts.note(record)?.dropped.is_some())
+            let note = texts.note(record)?;
+            Ok(!record.scalars().evaluation && (note.dropped.is_some() || note.failed_of(record).is_some()))
         })?,
         _ => samples(args, &texts, &ledger)?,
     };
@@ -173,9 +174,10 @@ fn samples(args: &Args, texts: &Texts, ledger: &BTreeMap<u64, Vec<u64>>) -> Resu
 /// The groups of these numbers. The log finds them by the step that their prompts were taken for.
 pub(in crate::cli) fn groups(log: &Reader, numbers: &[u64]) -> Result<Vec<Group>> {
     let prompts = numbers.iter().map(|number| log.prompt(*number)).collect::<buffer::Result<Vec<_>>>()?;
-    let seats: BTreeSet<_> = prompts.iter().flatten().map(|prompt| prompt.scalars().rollout_id).collect();
-    let groups = seats.into_iter().flat_map(|seat| log.groups(seat, 1));
-    Ok(groups.filter(|group| numbers.contains(&group.group_id)).collect())
+    let ids =
+        prompts.iter().flatten().map(|prompt| (prompt.scalars().rollout_id, prompt.scalars().sample_id));
+    let ids: BTreeSet<(u64, u64)> = ids.collect();
+    Ok(ids.into_iter().filter_map(|(seat, number)| log.group_of(seat, number, 1)).collect())
 }
 
 /// Numbers of the prompt and of the answer in the run, and of the sample in its answer.
@@ -195,6 +197,10 @@ fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
     let mut versions: Vec<_> = record.spans().iter().map(|span| span.version).collect();
     versions.dedup();
     let (prompt_id, answer, part) = ids(record);
+    let (dropped, outcome) = match note.failed_of(record) {
+        Some(failed) => (Some(failed.why.clone()), Some(failed.outcome)),
+        None => (note.dropped, note.outcome),
+    };
     Ok(Shown {
         step,
         prompt_id,
@@ -204,8 +210,8 @@ fn shown(texts: &Texts, step: u64, record: &Record) -> Result<Shown> {
         raw_reward: raw,
         mismatch: None,
         set: scalars.evaluation.then(|| EvaluationNote::of(record).set),
-        dropped: note.dropped,
-        outcome: note.outcome,
+        dropped,
+        outcome,
         failed: note.failed,
         finish: format!("{:?}", record.finish()).to_lowercase(),
         response_tokens: record.response().len(),

@@ -4,9 +4,10 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use async_trait::async_trait;
 use driftless::agent::session::Thoughts;
+use driftless::trainer::Result as TrainerResult;
 use driftless::trainer::data::DataOptions;
 use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
-use driftless::trainer::reward::{BuiltIn, Remote, Reward};
+use driftless::trainer::reward::{self, BuiltIn, Remote, Reward};
 use driftless::trainer::rollout::HOOK_RETRIES;
 use driftless::trainer::sample::Answer;
 use driftless::trainer::tasks::{DataSource, Task};
@@ -90,15 +91,15 @@ struct Given;
 
 #[async_trait]
 impl Reward for Given {
-    async fn score(&self, answers: &[Answer]) -> driftless::trainer::Result<Vec<f32>> {
-        let Some(first) = answers.first() else { return Ok(Vec::new()) };
-        Err(driftless::trainer::Error::Reward {
-            sample: first.sample,
+    async fn score(&self, answers: &[Answer]) -> TrainerResult<Vec<TrainerResult<reward::Given>>> {
+        let none = |answer: &Answer| driftless::trainer::Error::Reward {
+            sample: answer.sample,
             expected: "a `reward` of the hook that made the answer".to_owned(),
             found: "none".to_owned(),
             todo: "have it give one (docs/hooks.md), or name --custom-rm-command or another flag of rewards",
             is_away: false,
-        })
+        };
+        Ok(answers.iter().map(|answer| Err(none(answer))).collect())
     }
 }
 

@@ -12,8 +12,10 @@ use driftless::bridge::{Fleet, SamplingParams};
 use driftless::buffer::Scalars;
 use driftless::http::runtime;
 use driftless::trainer::data::vocabulary;
+use driftless::trainer::reward::Given;
 use driftless::trainer::rollout::{answer, rewards, sampling_seed};
 use driftless::trainer::sample::{Prompt, Trajectory, Turn};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -59,8 +61,15 @@ pub(crate) struct Args {
 struct Tried {
     parts: Vec<Trajectory>,
     failed: Option<driftless::trainer::Error>,
-    reward: Option<f32>,
+    given: Option<Given>,
     seconds: f64,
+}
+
+/// What the reward of an answer is made of, by name: as the reward says it, or else the hook of the answer.
+fn made_of(tried: &Tried) -> BTreeMap<String, f32> {
+    let given = tried.given.as_ref().map(|given| &given.components);
+    let parts = tried.parts.iter().rev().map(|part| &part.components);
+    given.into_iter().chain(parts).find(|components| !components.is_empty()).cloned().unwrap_or_default()
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -78,9 +87,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             prompt_id: args.prompt,
             answer: number,
             outcome,
-            reward: tried.reward,
+            reward: tried.given.as_ref().map(|given| given.reward),
+            reward_seconds: tried.given.as_ref().and(Some(reward_seconds)),
+            rewards: made_of(&tried),
             seconds: tried.seconds,
-            reward_seconds: tried.reward.and(Some(reward_seconds)),
             samples: show::samples(tokenizer, &prompt.tokens, &tried.parts)?,
         };
         output.print(&shown, show::render)?;
@@ -115,18 +125,18 @@ impl Args {
             tried.push(self.answer(chosen, &fleet, &prompt, first + nth).await?);
         }
         let begun = Instant::now();
-        if tried.iter().all(|tried| tried.failed.is_none()) {
-            let answers =
-                (first..).zip(&tried).map(|(sample, tried)| answer(task, sample, &prompt, &tried.parts));
-            let answers = answers.collect::<driftless::trainer::Result<Vec<_>>>()?;
-            match rewards(task, &answers).await {
-                Ok(rewards) => {
-                    tried.iter_mut().zip(rewards).for_each(|(one, reward)| one.reward = Some(reward))
-                }
-                Err(error) => {
-                    if let Some(one) = tried.first_mut() {
-                        one.failed = Some(error);
-                    }
+        let mut left: Vec<(u64, &mut Tried)> =
+            (first..).zip(&mut tried).filter(|(_, tried)| tried.failed.is_none()).collect();
+        let answers = left.iter().map(|(sample, tried)| answer(task, *sample, &prompt, &tried.parts));
+        let answers = answers.collect::<driftless::trainer::Result<Vec<_>>>()?;
+        match rewards(task, &answers).await {
+            Ok(rewards) => left.into_iter().zip(rewards).for_each(|((_, one), given)| match given {
+                Ok(given) => one.given = Some(given),
+                Err(error) => one.failed = Some(error),
+            }),
+            Err(error) => {
+                if let Some((_, one)) = left.first_mut() {
+                    one.failed = Some(error);
                 }
             }
         }
@@ -163,7 +173,7 @@ impl Args {
                 }
                 Err(error) => (Vec::new(), Some(error)),
             };
-            return Ok(Tried { parts, failed, reward: None, seconds: begun.elapsed().as_secs_f64() });
+            return Ok(Tried { parts, failed, given: None, seconds: begun.elapsed().as_secs_f64() });
         }
     }
 }

@@ -5,6 +5,7 @@ use crate::cli::shared::output::printable;
 use driftless::trainer::Failure;
 use driftless::trainer::data::Tokenizer;
 use driftless::trainer::sample::Trajectory;
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 
@@ -16,8 +17,10 @@ pub(super) struct Shown {
     pub(super) answer: u64,
     /// Why it failed, if it did.
     pub(super) outcome: Option<Failure>,
-    /// None where an answer of the group failed.
+    /// None where the answer failed, or its reward.
     pub(super) reward: Option<f32>,
+    /// What it is made of, by name.
+    pub(super) rewards: BTreeMap<String, f32>,
     pub(super) seconds: f64,
     pub(super) reward_seconds: Option<f64>,
     pub(super) samples: Vec<Sample>,
@@ -124,12 +127,15 @@ pub(super) fn render(shown: &Shown) -> String {
 }
 
 fn rendered(shown: &Shown, is_coloured: bool) -> String {
-    let Shown { prompt_id, answer, outcome, reward, seconds, reward_seconds, samples } = shown;
+    let Shown { prompt_id, answer, outcome, reward, rewards, seconds, reward_seconds, samples } = shown;
+    let made_of = rewards.iter().map(|(name, number)| format!("{} {number}", printable(name)));
+    let made_of = made_of.collect::<Vec<_>>().join(", ");
+    let made_of = if made_of.is_empty() { made_of } else { format!(" ({made_of})") };
     let reward = reward.map_or_else(|| "none".to_owned(), |reward| reward.to_string());
     let took = reward_seconds.map_or_else(String::new, |seconds| format!(", its reward {seconds:.2} s"));
     let failed = outcome.map_or_else(String::new, |outcome| format!(", failed: {}", outcome.name()));
     let mut text = format!(
-        "prompt {prompt_id}, answer {answer}: reward {reward}{failed}; it took {seconds:.2} s{took}\n"
+        "prompt {prompt_id}, answer {answer}: reward {reward}{made_of}{failed}; it took {seconds:.2} s{took}\n"
     );
     // Writing to a String does not fail.
     for sample in samples {

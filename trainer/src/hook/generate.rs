@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::clients::{Asked, Patience, Seat};
 use super::command::{ATTEMPTS, Broken};
 use super::many::Talk;
-use super::sample::{Claim, Made, assemble, once};
+use super::sample::{Claim, Made, assemble, once, tell};
 use super::{Fault, GENERATIONS_MAX, Hook, line, parsed};
 use crate::data::Tokenizer;
 use crate::error::Result;
@@ -336,14 +336,15 @@ impl Conversation<'_> {
     }
 
     /// The samples of an answer. The conversations of the hook's clients, if they had any, stand for a claim without
-    /// tokens.
+    /// tokens. A further such claim says more of the answer, and has no samples of its own.
     async fn samples(&mut self, claims: Vec<Claim>) -> Result<Vec<Trajectory>, Fault> {
         let (prompt, vocabulary) = (&self.prompt.tokens, self.turn.vocabulary);
         let conversations = match &mut self.seat {
             Some(seat) => seat.claims().await?,
             None => Vec::new(),
         };
-        let mut samples = Vec::new();
+        let mut samples: Vec<Trajectory> = Vec::new();
+        let mut is_told = false;
         for mut claim in claims {
             if conversations.is_empty() && !self.made.is_empty() {
                 claim.tokens.get_or_insert_with(|| self.so_far.clone());
@@ -352,6 +353,11 @@ impl Conversation<'_> {
                 samples.push(assemble(claim, prompt, &self.made, vocabulary)?);
                 continue;
             }
+            if let (true, Some(last)) = (is_told, samples.last_mut()) {
+                tell(last, &claim)?;
+                continue;
+            }
+            is_told = true;
             for one in &conversations {
                 let Claim { tokens, prompt_len, loss_mask, .. } = one.clone();
                 let one = Claim { tokens, prompt_len, loss_mask, ..claim.clone() };

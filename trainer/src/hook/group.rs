@@ -1,15 +1,18 @@
 //! Questions about the samples of a group: what they are worth, and whether they are learned from.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::sample::numbers as named;
 use super::{Fault, Hook};
-use crate::error::Result;
-use crate::reward::Reward;
+use crate::error::{Result, short};
+use crate::reward::{Given, Reward};
 use crate::sample::Answer;
+use crate::service::LOOK;
 
 /// The samples of a group. Their rewards are there once they have some.
 #[derive(Serialize)]
@@ -42,6 +45,8 @@ pub(super) struct Rewards {
 }
 
 pub(super) const REWARDS: &str = "{\"rewards\": [one finite number per sample]}";
+/// One of them.
+const REWARD: &str = "a finite number, {\"reward\": number, \"rewards\": {name: finite number}}, or {\"error\": \"why it has none\"}";
 const REWARD_ADVICE: &str = "correct the reward; docs/hooks.md has what it is asked";
 
 /// Rewards of a hook (`--custom-rm-command`, or `--rm-url` with `--group-rm`), which is asked once for each
@@ -59,7 +64,7 @@ impl Rm {
 
 #[async_trait]
 impl Reward for Rm {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
         let Some(first) = answers.first() else { return Ok(Vec::new()) };
         let asked = self.0.ask("rm", &Group::unscored(answers), REWARDS).await;
         let Rewards { rewards } =
@@ -67,7 +72,7 @@ impl Reward for Rm {
                 true => first.silent(&expected, found, todo),
                 false => first.refused(&expected, found, todo),
             })?;
-        numbers(&rewards, answers)
+        Ok(each(&rewards, answers)?.map(|(said, answer)| given(said, answer)).collect())
     }
 
     /// Asks about no samples.
@@ -87,9 +92,42 @@ impl Reward for Rm {
 
 /// As many numbers as answers, all finite.
 pub(super) fn numbers(rewards: &[Value], answers: &[Answer]) -> Result<Vec<f32>> {
+    each(rewards, answers)?.map(|(reward, answer)| answer.number(reward, REWARD_ADVICE)).collect()
+}
+
+/// What is said of each answer.
+fn each<'a>(
+    rewards: &'a [Value],
+    answers: &'a [Answer],
+) -> Result<impl Iterator<Item = (&'a Value, &'a Answer)>> {
     if let Some(first) = answers.first().filter(|_| rewards.len() != answers.len()) {
         let found = format!("{} rewards for {} samples", rewards.len(), answers.len());
         return Err(first.refused(REWARDS, found, REWARD_ADVICE));
     }
-    rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, REWARD_ADVICE)).collect()
+    Ok(rewards.iter().zip(answers))
+}
+
+/// What a hook says of one answer: a number, an object with what it is made of, or why it has none.
+fn given(said: &Value, answer: &Answer) -> Result<Given> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Parts {
+        #[serde(default)]
+        reward: Value,
+        #[serde(default)]
+        rewards: BTreeMap<String, Value>,
+        error: Option<String>,
+    }
+    if !said.is_object() {
+        return Ok(answer.number(said, REWARD_ADVICE)?.into());
+    }
+    let refused = |found: &dyn std::fmt::Display, todo| answer.refused(REWARD, found, todo);
+    let parts = Parts::deserialize(said);
+    let parts = parts
+        .map_err(|error| refused(&format_args!("`{}`: {error}", short(&said.to_string())), REWARD_ADVICE))?;
+    if let Some(error) = parts.error {
+        return Err(refused(&format_args!("its error: {}", short(&error)), LOOK));
+    }
+    let components = named(&parts.rewards).map_err(|fault| refused(&fault.found, REWARD_ADVICE))?;
+    Ok(Given { reward: answer.number(&parts.reward, REWARD_ADVICE)?, components })
 }

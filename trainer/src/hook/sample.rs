@@ -47,8 +47,9 @@ pub(super) fn assemble(
     made: &[Made],
     vocabulary: Option<u64>,
 ) -> Result<Trajectory, Fault> {
+    let given = claim.tokens.as_deref();
     let tokens =
-        claim.tokens.ok_or_else(|| Fault::of("`tokens`, or a generation before the sample", "neither"))?;
+        given.ok_or_else(|| Fault::of("`tokens`, or a generation before the sample", "neither"))?.to_vec();
     let prompt_len = match claim.prompt_len {
         Some(given) if (1..=tokens.len()).contains(&given) => given,
         Some(given) => return Err(Fault::of(format_args!("`prompt_len` in 1..={}", tokens.len()), given)),
@@ -71,14 +72,30 @@ pub(super) fn assemble(
             trajectory.take(&one.read, &one.generation);
         }
     }
-    trajectory.metadata = claim.metadata;
-    trajectory.reward = claim.reward.map(|reward| number("reward", &reward)).transpose()?;
-    let named = claim.rewards.iter().map(|(name, value)| Ok((name.clone(), number(name, value)?)));
-    trajectory.components = named.collect::<Result<_, Fault>>()?;
+    tell(&mut trajectory, &claim)?;
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
     }
+}
+
+/// What a claim says of its answer, beside a sample of it. What it does not say stays as it was.
+pub(super) fn tell(sample: &mut Trajectory, claim: &Claim) -> Result<(), Fault> {
+    if claim.metadata.is_some() {
+        sample.metadata.clone_from(&claim.metadata);
+    }
+    if let Some(reward) = &claim.reward {
+        sample.reward = Some(number("reward", reward)?);
+    }
+    if !claim.rewards.is_empty() {
+        sample.components = numbers(&claim.rewards)?;
+    }
+    Ok(())
+}
+
+/// What a reward is made of, by name.
+pub(super) fn numbers(named: &BTreeMap<String, Value>) -> Result<BTreeMap<String, f32>, Fault> {
+    named.iter().map(|(name, value)| Ok((name.clone(), number(name, value)?))).collect()
 }
 
 /// A reward that a hook gives, or a part of it.

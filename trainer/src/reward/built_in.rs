@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use driftless_problems::math::{boxed, equal};
 use regex::Regex;
 
-use super::Reward;
+use super::{Given, Reward};
 use crate::error::{Error, Result, input};
 use crate::sample::Answer;
 
@@ -91,8 +91,8 @@ impl FromStr for BuiltIn {
 
 #[async_trait]
 impl Reward for BuiltIn {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
-        answers.iter().map(|answer| self.of(answer)).collect()
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
+        Ok(answers.iter().map(|answer| self.of(answer).map(Given::from)).collect())
     }
 }
 

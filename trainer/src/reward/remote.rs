@@ -5,7 +5,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use serde_json::{Value, json};
 
-use super::Reward;
+use super::{Given, Reward};
 use crate::error::{Result, short};
 use crate::sample::Answer;
 use crate::service::Service;
@@ -49,7 +49,12 @@ impl Remote {
 
 #[async_trait]
 impl Reward for Remote {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
-        futures_util::future::try_join_all(answers.iter().map(|answer| self.ask(answer))).await
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
+        let asked = answers.iter().map(async |answer| match self.ask(answer).await {
+            // It will be there again, for all of them.
+            Err(error) if error.is_away() => Err(error),
+            asked => Ok(asked.map(Given::from)),
+        });
+        futures_util::future::try_join_all(asked).await
     }
 }

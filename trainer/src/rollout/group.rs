@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use driftless_bridge::engine::Meter;
 use driftless_buffer::sample::Verdict;
 use driftless_buffer::{Finish, Record, Scalars};
 use driftless_store::chain_text;
@@ -15,6 +16,7 @@ use super::{Begun, Rollouts};
 use crate::error::{Error, Result, input};
 use crate::failure::Failure;
 use crate::metrics::unix_us;
+use crate::reward::Given;
 use crate::sample::{Answer, Prompt, Trajectory, answers_of};
 use crate::tasks::Task;
 
@@ -51,6 +53,11 @@ impl Outcome {
 }
 
 impl Group {
+    /// Whether it ended before answers of it did, or without some.
+    pub(super) fn lacks_answers(&self) -> bool {
+        !self.failed.is_empty() || matches!(self.outcome, Outcome::Failed(..))
+    }
+
     /// The scores that are to be written.
     pub(super) fn scores(&self) -> &[Scored] {
         match &self.outcome {
@@ -65,6 +72,32 @@ struct Drawn {
     answered: Arc<Answered>,
     /// Whether its record has its reward, as those of releases before have.
     is_scored: bool,
+    /// What this process drew of it in the attempt that came out well.
+    meter: Option<Meter>,
+}
+
+/// Answers of a group that fail, of which it takes so many.
+struct Failing<'a> {
+    begun: &'a Begun,
+    most: u64,
+    failed: &'a Mutex<Vec<FailedAnswer>>,
+}
+
+impl Failing<'_> {
+    /// The group goes on without an answer.
+    ///
+    /// # Errors
+    /// The error itself, where too many have failed before.
+    fn goes_on(&self, answer: u64, error: Error) -> Result<()> {
+        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(error, Error::Cancelled) || failed.len() as u64 >= self.most {
+            return Err(error);
+        }
+        let (prompt, error_text) = (&self.begun.prompt.place, chain_text(&error));
+        tracing::warn!(%prompt, answer, error = error_text, "group goes on without an answer");
+        failed.push(FailedAnswer::new(answer, &error));
+        Ok(())
+    }
 }
 
 impl Rollouts {
@@ -88,28 +121,19 @@ impl Rollouts {
         failed: &Mutex<Vec<FailedAnswer>>,
     ) -> Result<Outcome> {
         let answers = self.options.n_samples_per_prompt;
-        let most = failed_max(answers);
+        let failing = Failing { begun, most: failed_max(answers), failed };
         let drawn = answers_of(begun.number, answers)?.map(async |answer| {
             match self.draw(begun, keeper, answer).await {
                 Ok(drawn) => Ok(Ok(Some(drawn))),
                 // The group is tried again: the others go on, and are there by then.
                 Err(Error::Bridge(error)) if error.is_no_engine() => Ok(Err(error)),
-                Err(error) => {
-                    let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-                    if matches!(error, Error::Cancelled) || failed.len() as u64 >= most {
-                        return Err(error);
-                    }
-                    let (prompt, error_text) = (&begun.prompt.place, chain_text(&error));
-                    tracing::warn!(%prompt, answer, error = error_text, "group goes on without an answer");
-                    failed.push(FailedAnswer::new(answer, &error));
-                    Ok(Ok(None))
-                }
+                Err(error) => failing.goes_on(answer, error).map(|()| Ok(None)),
             }
         });
         let drawn = futures_util::future::try_join_all(drawn).await?.into_iter();
         let drawn: Vec<Drawn> =
             drawn.filter_map(driftless_bridge::Result::transpose).collect::<driftless_bridge::Result<_>>()?;
-        match self.score(&begun.prompt, &drawn).await {
+        match self.score(drawn, &failing).await {
             Err(error) if error.is_away() => {
                 // Its answers are in the log, and wait there for the reward.
                 tokio::time::sleep(self.options.reward_pause).await;
@@ -128,12 +152,12 @@ impl Rollouts {
         let asked = unix_us(SystemTime::now()).cast_signed();
         let pieces = begun.pieces.get(&answer).map_or(&[][..], Vec::as_slice);
         let mut attempt = pieces::attempt(pieces);
-        let (parts, first_us) = loop {
+        let (parts, first_us, meter) = loop {
             let underway = Durable::new(keeper, pieces, answer, *number, *seat);
             let sampling = &self.options.sampling;
             let turn = self.turn(*number, answer, attempt, sampling, minimum.as_ref(), Some(&underway));
             match self.task.generate(prompt, &turn).await {
-                Ok(parts) => break (parts, underway.first_us()),
+                Ok(parts) => break (parts, underway.first_us(), turn.meter.clone()),
                 Err(error) => {
                     let failure = error.failure();
                     // Without an engine, and at the end of the run, it goes on later behind its tokens.
@@ -152,7 +176,7 @@ impl Rollouts {
         let times = [asked, first_us, unix_us(SystemTime::now()).cast_signed()];
         let answered = Arc::new(Answered { answer, beside: Kept::bytes(&parts), parts, scalars, times });
         keeper.keep(answered.clone()).await?;
-        Ok(Drawn { answered, is_scored: false })
+        Ok(Drawn { answered, is_scored: false, meter: Some(meter) })
     }
 
     /// The attempt at an answer that follows one that failed, unless it may not be made again.
@@ -165,27 +189,46 @@ impl Rollouts {
     }
 
     /// Rewards answers, and chooses what is learned from.
-    async fn score(&self, prompt: &Prompt, drawn: &[Drawn]) -> Result<Outcome> {
-        let task = &self.task;
+    async fn score(&self, drawn: Vec<Drawn>, failing: &Failing<'_>) -> Result<Outcome> {
+        let (task, prompt) = (&self.task, &failing.begun.prompt);
         let answers =
             drawn.iter().map(|Drawn { answered, .. }| answer(task, answered.answer, prompt, &answered.parts));
         let answers = answers.collect::<Result<Vec<_>>>()?;
-        let raw = rewards(task, &answers).await?;
+        let given = rewards(task, &answers).await?;
+        let (mut left, mut answers_left) = (Vec::new(), Vec::new());
+        for ((drawn, answer), given) in drawn.into_iter().zip(answers).zip(given) {
+            match given {
+                Ok(given) => {
+                    left.push((drawn, given));
+                    answers_left.push(answer);
+                }
+                Err(error) => {
+                    failing.goes_on(answer.sample, error)?;
+                    drawn.meter.iter().for_each(|meter| self.queue.lost(failing.begun.number, meter));
+                }
+            }
+        }
+        self.choose(&left, &answers_left).await
+    }
+
+    /// Chooses what is learned from of answers that have rewards.
+    async fn choose(&self, drawn: &[(Drawn, Given)], answers: &[Answer]) -> Result<Outcome> {
+        let task = &self.task;
+        let raw: Vec<f32> = drawn.iter().map(|(_, given)| given.reward).collect();
         let unscored = |verdict: &dyn Fn(usize) -> Verdict, rewards: &[f32]| {
-            let all = drawn.iter().zip(rewards.iter().zip(&raw)).enumerate();
-            let lacking = all.filter(|(_, (drawn, _))| !drawn.is_scored);
-            let scored = lacking.map(|(index, (drawn, (&reward, &raw)))| {
+            let all = drawn.iter().zip(rewards).enumerate();
+            let lacking = all.filter(|(_, ((drawn, _), _))| !drawn.is_scored);
+            let scored = lacking.map(|(index, ((drawn, given), &reward))| {
                 let Answered { answer, parts, .. } = &*drawn.answered;
-                let rewards = [raw, reward].into_iter().chain(components(parts).into_values()).collect();
-                Scored { answer: *answer, reward, rewards, verdict: verdict(index) }
+                Scored::new(*answer, given, reward, components(parts), verdict(index))
             });
             scored.collect::<Vec<_>>()
         };
-        if let Some(why) = task.filters.leave_out(&answers, &raw).await? {
+        if let Some(why) = task.filters.leave_out(answers, &raw).await? {
             return Ok(Outcome::Filtered(unscored(&|_| Verdict::LeftOut, &raw), why));
         }
-        let removed = task.filters.remove(&answers, &raw).await?;
-        let rewards = checked(&answers, task.filters.post_process(&answers, raw.clone()).await?)?;
+        let removed = task.filters.remove(answers, &raw).await?;
+        let rewards = task.filters.post_process(answers, raw.clone()).await?;
         let verdict = |index| match removed.get(index) {
             Some(true) => Verdict::Masked,
             _ => Verdict::Kept,
@@ -206,7 +249,7 @@ impl Rollouts {
         (first.metadata, first.reward, first.components) = (kept.metadata, kept.reward, kept.components);
         let (scalars, is_scored) = (*record.scalars(), !record.scalars().score_follows);
         let answered = Answered { answer, parts, scalars, times: [0; 3], beside: Vec::new() };
-        Some(Drawn { answered: Arc::new(answered), is_scored })
+        Some(Drawn { answered: Arc::new(answered), is_scored, meter: None })
     }
 }
 
@@ -239,25 +282,30 @@ pub fn answer(task: &Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -
     })
 }
 
-/// The rewards of a group: as many as answers, and finite. What has one given is not asked about.
+/// What each answer of a group is given, in order: a finite number, or why it has none. What its hook gave one is not asked
+/// about.
 ///
 /// # Errors
-/// Those of the reward, and [`Error::Reward`] for others.
-pub async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<f32>> {
+/// Those of the reward, and [`Error::Reward`] where it does not speak of each answer.
+pub async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
     let lacking: Vec<Answer> = answers.iter().filter(|answer| answer.given.is_none()).cloned().collect();
     let scored = if lacking.is_empty() { Vec::new() } else { task.reward.score(&lacking).await? };
-    let mut scored = checked(&lacking, scored)?.into_iter();
-    checked(answers, answers.iter().filter_map(|answer| answer.given.or_else(|| scored.next())).collect())
+    if let Some(first) = lacking.first().filter(|_| scored.len() != lacking.len()) {
+        let found = format!("{} for {} answers", scored.len(), lacking.len());
+        return Err(first.refused("a reward for each answer", found, "correct the reward"));
+    }
+    let mut scored = scored.into_iter();
+    let of = |answer: &Answer| {
+        let given = answer.given.map(|reward| Ok(reward.into())).or_else(|| scored.next())?;
+        Some(given.and_then(|given| checked(answer, given)))
+    };
+    Ok(answers.iter().filter_map(of).collect())
 }
 
-fn checked(answers: &[Answer], rewards: Vec<f32>) -> Result<Vec<f32>> {
-    let todo = "correct the reward";
-    if let Some(first) = answers.first().filter(|_| rewards.len() != answers.len()) {
-        let found = format!("{} for {} answers", rewards.len(), answers.len());
-        return Err(first.refused("a reward for each answer", found, todo));
-    }
-    match answers.iter().zip(&rewards).find(|(_, reward)| !reward.is_finite()) {
-        Some((answer, reward)) => Err(answer.refused("one finite number", reward, todo)),
-        None => Ok(rewards),
+fn checked(answer: &Answer, given: Given) -> Result<Given> {
+    let odd = given.components.values().chain([&given.reward]).copied().find(|number| !number.is_finite());
+    match odd {
+        Some(number) => Err(answer.refused("finite numbers", number, "correct the reward")),
+        None => Ok(given),
     }
 }

@@ -24,7 +24,12 @@ pub(super) struct Keeper {
 
 enum Item {
     Piece(Chunk),
-    Answer { answered: Arc<Answered>, durable: oneshot::Sender<()> },
+    Answer {
+        answered: Arc<Answered>,
+        durable: oneshot::Sender<()>,
+    },
+    /// Nothing, told once what came before it is durable.
+    Mark(oneshot::Sender<()>),
 }
 
 impl Keeper {
@@ -54,6 +59,16 @@ impl Keeper {
         self.items.send(Item::Answer { answered, durable }).await.map_err(|_| Error::Cancelled)?;
         kept.await.map_err(|_| Error::Cancelled)
     }
+
+    /// Returns once all that was handed over before is durable.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] if the task has ended.
+    pub(super) async fn settle(&self) -> Result<()> {
+        let (durable, settled) = oneshot::channel();
+        self.items.send(Item::Mark(durable)).await.map_err(|_| Error::Cancelled)?;
+        settled.await.map_err(|_| Error::Cancelled)
+    }
 }
 
 async fn keep(rollouts: Arc<Rollouts>, mut queue: mpsc::Receiver<Item>) -> Result<()> {
@@ -61,7 +76,7 @@ async fn keep(rollouts: Arc<Rollouts>, mut queue: mpsc::Receiver<Item>) -> Resul
     while queue.recv_many(&mut together, TOGETHER_MAX).await > 0 {
         blocking(|| append(&rollouts, &together))?;
         for item in together.drain(..) {
-            if let Item::Answer { durable, .. } = item {
+            if let Item::Answer { durable, .. } | Item::Mark(durable) = item {
                 // A group that was given up meanwhile does not wait for it any more.
                 let _ = durable.send(());
             }
@@ -74,6 +89,7 @@ fn append(rollouts: &Rollouts, together: &[Item]) -> Result<()> {
     let columns = |item: &Item| match item {
         Item::Piece(chunk) => Columns::of_piece(chunk.replies()),
         Item::Answer { answered, .. } => Columns::of(answered),
+        Item::Mark(_) => Columns::of_piece(&[]),
     };
     let columns: Vec<Columns> = together.iter().map(columns).collect();
     let extra: Vec<_> = columns.iter().map(Columns::beside).collect();
@@ -82,8 +98,11 @@ fn append(rollouts: &Rollouts, together: &[Item]) -> Result<()> {
         match item {
             Item::Piece(chunk) => samples.extend(extra.iter().map(|extra| chunk.sample(&extra[1..]))),
             Item::Answer { answered, .. } => samples.extend(answered.samples(extra)),
+            Item::Mark(_) => {}
         }
     }
-    rollouts.log.append_all(&samples)?;
+    if !samples.is_empty() {
+        rollouts.log.append_all(&samples)?;
+    }
     Ok(())
 }

@@ -158,7 +158,8 @@ impl Rollouts {
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
         let answers: Vec<_> = drawn.iter().map(|(answer, ..)| answer.clone()).collect();
-        let rewards = rewards(task, &answers).await?;
+        let given = rewards(task, &answers).await?.into_iter();
+        let rewards = given.map(|given| Ok(given?.reward)).collect::<Result<Vec<f32>>>()?;
         let beside = EvaluationNote::new(&set.name, prompt).bytes();
         let logged = drawn.into_iter().zip(&rewards).map(|((answer, parts, times), &reward)| {
             let scalars = Scalars {

@@ -163,6 +163,10 @@ impl Rollouts {
             }
             let mut arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
             arrived.iter_mut().for_each(|group| self.see(&mut curriculum, group));
+            if arrived.iter().any(Group::lacks_answers) {
+                // What was drawn of those would lie behind the end of their group, and no removal would find it done.
+                keeper.settle().await?;
+            }
             blocking(|| self.append(&arrived))?;
             for group in arrived {
                 self.end(group, returned.row.len())?;
@@ -393,6 +397,7 @@ impl Returned {
         let is_alone = self.row.iter().all(|other| *other == begun.number);
         if error.is_away() && *times >= RETURNED_MAX && is_alone {
             self.times.remove(&begun.number);
+            self.row.clear();
             return Group { begun, outcome: Outcome::failed(&error), failed };
         }
         Group { begun, outcome: Outcome::Returned(error), failed }
@@ -442,4 +447,32 @@ pub fn sampling_seed(seed: u64, sample: u64, attempt: u64) -> u64 {
     let digest = blake3::hash(&parts.concat());
     // SGLang keeps seeds in signed 64-bit tensors.
     first_bits(digest.as_bytes()) >> 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Place;
+
+    /// A group that was away.
+    fn away(number: u64) -> Group {
+        let place = Place { path: "prompts".into(), line: number };
+        let prompt = Prompt::of_tokens(vec![1], place);
+        let (pieces, minimum) = (Pieces::default(), None);
+        let begun = Begun { number, seat: 0, asked: number, easy: None, prompt, minimum, pieces };
+        let (expected, found) = ("a number".to_owned(), "nothing".to_owned());
+        let error = Error::Reward { sample: number, expected, found, todo: "wait", is_away: true };
+        Group { begun, outcome: Outcome::Returned(error), failed: Vec::new() }
+    }
+
+    #[test]
+    fn group_that_is_away_after_another_was_left_out_is_the_first_of_a_row() {
+        let mut returned = Returned::default();
+        for nth in 1..=RETURNED_MAX {
+            let is_left_out = matches!(returned.judge(away(7)).outcome, Outcome::Failed(..));
+            assert_eq!(is_left_out, nth == RETURNED_MAX, "{nth}");
+        }
+        assert!(matches!(returned.judge(away(8)).outcome, Outcome::Returned(_)));
+        assert_eq!(returned.row, [8]);
+    }
 }

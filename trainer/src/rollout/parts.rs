@@ -40,12 +40,25 @@ impl Kept {
             components: components(parts),
             ..Kept::default()
         };
-        // JSON is always JSON.
-        serde_json::to_vec(&kept).ok().filter(|kept| kept != b"{}").unwrap_or_default()
+        kept.json()
     }
 
+    /// What is kept beside a score.
+    pub(super) fn of_score(components: &BTreeMap<String, f32>) -> Vec<u8> {
+        Kept { components: components.clone(), ..Kept::default() }.json()
+    }
+
+    fn json(&self) -> Vec<u8> {
+        // JSON is always JSON.
+        serde_json::to_vec(self).ok().filter(|kept| kept != b"{}").unwrap_or_default()
+    }
+
+    /// What is kept beside a sample and its score.
     pub(crate) fn of(record: &Record) -> Self {
-        serde_json::from_slice(record.metadata()).unwrap_or_default()
+        let of = |record: &Record| serde_json::from_slice::<Kept>(record.metadata()).unwrap_or_default();
+        let kept = of(record);
+        let components = record.score().map_or_else(BTreeMap::new, |score| of(score).components);
+        if components.is_empty() { kept } else { Kept { components, ..kept } }
     }
 }
 
@@ -78,22 +91,20 @@ pub(super) fn parts(log: &Reader, group: u64, answer: u64) -> Option<Vec<Record>
 }
 
 /// A group with all parts of its `answers` answers, by sample id, if the log has them with their scores, and none is left
-/// out. Those that failed for good are in none.
+/// out. Those that failed for good, or got no reward, are in none.
 pub(crate) fn group(log: &Reader, group: u64, answers: u64) -> Option<Group> {
     let failed = || {
         let prompt = log.prompt(group).ok().flatten();
         prompt.map_or_else(Vec::new, |prompt| PromptNote::of(&prompt).failed)
     };
+    let is_ready = |record: &Record| record.is_scored() && record.verdict() != Verdict::LeftOut;
     let (mut records, mut known) = (Vec::new(), None);
     for answer in answers_of(group, answers).ok()? {
         match parts(log, group, answer) {
-            Some(parts) => records.extend(parts),
-            None if known.get_or_insert_with(failed).iter().any(|failed| failed.answer == answer) => {}
-            None => return None,
+            Some(parts) if parts.iter().all(is_ready) => records.extend(parts),
+            _ if known.get_or_insert_with(failed).iter().any(|failed| failed.answer == answer) => {}
+            _ => return None,
         }
-    }
-    if records.iter().any(|record| !record.is_scored() || record.verdict() == Verdict::LeftOut) {
-        return None;
     }
     records.sort_by_key(|record| record.scalars().sample_id);
     let spans = records.iter().flat_map(|record| record.spans().to_vec()).map(|span| span.version);

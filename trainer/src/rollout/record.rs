@@ -1,5 +1,6 @@
 //! Answers, scores and prompts as records of the log.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -11,11 +12,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::group::{Group, Outcome};
+use super::parts::Kept;
 use super::{Begun, Rollouts};
 use crate::error::{Error, Place, Result};
 use crate::failure::Failure;
 use crate::metrics::unix_us;
-use crate::sample::{Prompt, Trajectory, sample_id};
+use crate::reward::Given;
+use crate::sample::{Prompt, Trajectory, answer_of, sample_id};
 
 /// How the note of a group begins that the task's filter left out.
 pub(super) const FILTERED: &str = "filtered: ";
@@ -49,7 +52,7 @@ pub struct PromptNote {
     /// How often in a row its prompt was easy, this time included, where a threshold says what is easy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub easy: Option<u64>,
-    /// Its answers that failed, which its group went on without. The log has no samples of theirs.
+    /// Its answers that failed, which its group went on without. Where the log has samples of one, it has no reward.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failed: Vec<FailedAnswer>,
 }
@@ -83,6 +86,13 @@ impl PromptNote {
     #[must_use]
     pub fn asked(&self, group: u64) -> u64 {
         self.asked.unwrap_or(group)
+    }
+
+    /// Why the answer that a sample is part of failed, if its group went on without it.
+    #[must_use]
+    pub fn failed_of(&self, sample: &Record) -> Option<&FailedAnswer> {
+        let answer = answer_of(sample.scalars().sample_id);
+        self.failed.iter().find(|failed| failed.answer == answer)
     }
 
     fn of_group(begun: &Begun) -> Self {
@@ -266,6 +276,23 @@ pub(super) struct Scored {
     /// As it was given, as it is learned from, and what it is made of by the order of names.
     pub(super) rewards: Vec<f32>,
     pub(super) verdict: Verdict,
+    /// The names, where the reward gave them: what is kept beside the score.
+    beside: Vec<u8>,
+}
+
+impl Scored {
+    /// What a reward has given, and what is learned from it; `made_of` is what the hook of the answer said of it.
+    pub(super) fn new(
+        answer: u64,
+        given: &Given,
+        reward: f32,
+        made_of: BTreeMap<String, f32>,
+        verdict: Verdict,
+    ) -> Self {
+        let components = if given.components.is_empty() { &made_of } else { &given.components };
+        let rewards = [given.reward, reward].into_iter().chain(components.values().copied()).collect();
+        Scored { answer, reward, rewards, verdict, beside: Kept::of_score(&given.components) }
+    }
 }
 
 /// Makes durable that no step learns from a group that is done, for this reason.
@@ -317,6 +344,7 @@ impl Rollouts {
                     clock_us,
                     ..Scalars::default()
                 },
+                metadata: &score.beside,
                 extra,
                 ..Sample::default()
             }));

@@ -11,7 +11,7 @@ use serde_json::json;
 use super::DataSource;
 use crate::data::{Dataset, Example, RowReader, Tokenizer, vocabulary};
 use crate::error::{Error, Place, Result, input};
-use crate::reward::Reward;
+use crate::reward::{Given, Reward};
 use crate::sample::{Answer, Prompt};
 use crate::seed::{first_bits, mix};
 
@@ -156,13 +156,13 @@ impl DataSource for Generated {
 /// 1 for a right answer, 0 for any other.
 #[async_trait]
 impl Reward for &'static Kind {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
         let reward = |answer: &Answer| {
             let label = answer.label.as_deref().and_then(|label| serde_json::from_str(label.get()).ok());
             let right = label.is_some_and(|label| self.right(&label, &answer.response));
             f32::from(u8::from(right))
         };
-        Ok(answers.iter().map(reward).collect())
+        Ok(answers.iter().map(|answer| Ok(reward(answer).into())).collect())
     }
 }
 
@@ -267,6 +267,7 @@ mod tests {
         };
         let group =
             [answer(&problem.answer), answer("no"), Answer { label: None, ..answer(&problem.answer) }];
-        assert_eq!(kind.score(&group).await.unwrap(), [1.0, 0.0, 0.0]);
+        let scored = kind.score(&group).await.unwrap().into_iter();
+        assert_eq!(scored.map(|given| given.unwrap().reward).collect::<Vec<_>>(), [1.0, 0.0, 0.0]);
     }
 }

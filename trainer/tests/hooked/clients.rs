@@ -98,12 +98,17 @@ async fn conversations_of_clients_are_the_samples_of_an_answer() {
 def answer(turn: Turn) -> None:
     converse(turn, "What is " + turn.label + "?", 3)
     converse(turn, "Another thing", 1)
+    turn.sample(reward=0.25, metadata={"steps": 1})
+    turn.sample(reward=0.5, rewards={"steps": 2})
 "#;
     let room = asking(dir.path(), function, 60).await;
     let tokenizer = Tokenizer::open(dir.path()).unwrap();
     for (sample, answer) in room.answers(6).await.into_iter().enumerate() {
         let answer = answer.unwrap();
-        assert_eq!(answer.len(), 2);
+        assert_eq!(answer.len(), 2, "a second word on the answer is no second copy of it");
+        let last = &answer[1];
+        assert_eq!((last.reward, last.components.get("steps")), (Some(0.5), Some(&2.0)));
+        assert_eq!(last.metadata.as_ref().map(|metadata| metadata.get()), Some(r#"{"steps":1}"#));
         let (whole, other) = (&answer[0], &answer[1]);
         let text = tokenizer.decode(&whole.tokens).unwrap();
         assert!(text.contains(&format!("What is {sample}?")) && text.matches("and?").count() == 2, "{text}");

@@ -8,7 +8,7 @@ use driftless_bridge::engine::{Finish, Piece, Tell, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label};
 use driftless_buffer::{Identity, Kind, Log, Options, Position, Reader, Record};
 use driftless_trainer::options::Mode;
-use driftless_trainer::reward::Reward;
+use driftless_trainer::reward::{Given, Reward};
 use driftless_trainer::rollout::{Dropped, Policy, PromptNote, Queue, RolloutOptions, Rollouts, Since};
 use driftless_trainer::sample::{Answer, Turn};
 use driftless_trainer::seed::mix;
@@ -174,18 +174,37 @@ impl driftless_trainer::sample::Engines for Seeded {
     }
 }
 
-#[derive(Debug)]
-struct ByNumber;
+/// The number of each answer, which is made of two parts, but for those that have none.
+#[derive(Debug, Default)]
+struct ByNumber {
+    none: Vec<u64>,
+}
 
 #[async_trait]
 impl Reward for ByNumber {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>, Error> {
-        Ok(answers.iter().map(|answer| answer.sample as f32).collect())
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given, Error>>, Error> {
+        let given = |Answer { sample, .. }: &Answer| match self.none.contains(sample) {
+            false => {
+                let reward = *sample as f32;
+                let components = [("whole", reward - 0.5), ("half", 0.5)];
+                let components = components.map(|(name, part)| (name.to_owned(), part)).into();
+                Ok(Given { reward, components })
+            }
+            true => {
+                let (expected, found) = ("a number".to_owned(), "its error: asleep".to_owned());
+                Err(Error::Reward { sample: *sample, expected, found, todo: "look", is_away: false })
+            }
+        };
+        Ok(answers.iter().map(given).collect())
     }
 }
 
 /// A run of groups of eight, of which a step takes one.
 fn run(dir: &Path, room: &Room, engine: &Seeded) -> Arc<Rollouts> {
+    rewarded(dir, room, engine, ByNumber::default())
+}
+
+fn rewarded(dir: &Path, room: &Room, engine: &Seeded, reward: ByNumber) -> Arc<Rollouts> {
     let identity = Identity { run_id: RUN, model: "policy".into(), tokenizer_digest: [0; 32] };
     let log = loop {
         match Log::open(dir.join("log"), Options::new(identity.clone())) {
@@ -195,7 +214,7 @@ fn run(dir: &Path, room: &Room, engine: &Seeded) -> Arc<Rollouts> {
         }
     };
     let queue = Queue::open(Policy::new(Mode::Synchronous, 1, 1), &log.reader(), ANSWERS, 0, BTreeMap::new());
-    let task = Task { reward: Arc::new(ByNumber), filters: Default::default(), ..room.task.clone() };
+    let task = Task { reward: Arc::new(reward), filters: Default::default(), ..room.task.clone() };
     Arc::new(Rollouts {
         engines: Arc::new(engine.clone()),
         task,
@@ -360,6 +379,58 @@ async fn group_of_which_most_fail_is_left_out_with_the_last_outcome() {
     let note = PromptNote::of(&run.log.reader().prompt(0).unwrap().unwrap());
     assert!(note.outcome == Some(Failure::Parser) && note.dropped.unwrap().contains("its error: so"));
     assert_eq!(note.failed.len(), 4);
+    let end = run.log.reader().prompt(0).unwrap().unwrap().position();
+    let pieces = records(&run.log.reader(), Kind::Partial).into_iter();
+    let late = pieces.filter(|piece| piece.scalars().group_id == 0 && piece.position() > end);
+    assert_eq!(late.count(), 0, "what was drawn of a group lies before its end, and is removed with it");
     let scores = records(&run.log.reader(), Kind::Score);
     assert!(scores.iter().all(|score| score.scalars().group_id == 1), "no reward of a failed group");
+}
+
+/// The samples of a group's answers, and what their rewards are made of.
+fn rewards(records: &[Record]) -> Vec<(u64, Vec<f32>)> {
+    records.iter().map(|record| (record.scalars().sample_id, record.rewards().to_vec())).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn group_goes_on_without_the_answers_that_get_no_reward() {
+    let (dir, engine) = (tempfile::tempdir().unwrap(), Seeded::default());
+    // One fails while it is made, and three when they are rewarded: four of eight may.
+    let room = failing("[7]", "parser").await;
+    let run = rewarded(dir.path(), &room, &engine, ByNumber { none: vec![0, 2, 5] });
+    let (group, since) = step(&run).await;
+    assert_eq!((group, since.dropped), (0, Dropped::default()), "the group is learned from");
+    assert_eq!(since.failures.by_name(), BTreeMap::from([(Failure::Parser, 1), (Failure::Reward, 3)]));
+    let log = run.log.reader();
+    let left = [1, 3, 4, 6].map(|one: u64| {
+        let reward = one as f32;
+        (one, vec![reward, reward, 0.5, reward - 0.5])
+    });
+    assert_eq!(rewards(&run.logged_group(0).unwrap().records), left);
+    let scores = records(&log, Kind::Score);
+    assert_eq!(scores.len(), 4, "what failed has no score");
+    assert_eq!(scores[0].metadata(), br#"{"components":{"half":0.5,"whole":0.5}}"#);
+    let drawn: Vec<u64> = (0..7).collect();
+    let mut samples: Vec<u64> =
+        records(&log, Kind::Sample).iter().map(|record| record.scalars().sample_id).collect();
+    samples.sort_unstable();
+    assert_eq!(samples, drawn, "answers without a reward are in the log");
+    let note = PromptNote::of(&log.prompt(0).unwrap().unwrap());
+    let told = |record: &Record| note.failed_of(record).map(|failed| failed.outcome);
+    let told: Vec<_> = records(&log, Kind::Sample).iter().filter_map(told).collect();
+    assert_eq!(told, [Failure::Reward; 3]);
+    // The next process has it as it is.
+    let queue = Queue::open(Policy::new(Mode::Synchronous, 1, 1), &log, ANSWERS, 0, BTreeMap::new());
+    assert_eq!(queue.batch(0), Some(vec![0]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn group_of_which_most_get_no_reward_is_left_out() {
+    let (dir, engine) = (tempfile::tempdir().unwrap(), Seeded::default());
+    let room = failing("[7]", "parser").await;
+    let run = rewarded(dir.path(), &room, &engine, ByNumber { none: vec![0, 2, 3, 5] });
+    let (group, since) = step(&run).await;
+    assert_eq!((group, since.dropped.failed), (1, 1), "the next prompt takes its place");
+    let note = PromptNote::of(&run.log.reader().prompt(0).unwrap().unwrap());
+    assert!(note.outcome == Some(Failure::Reward) && note.dropped.unwrap().contains("asleep"));
 }

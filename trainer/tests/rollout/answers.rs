@@ -108,7 +108,7 @@ struct Away(AtomicU64, u64, tokio::sync::Barrier);
 
 #[async_trait]
 impl Reward for Away {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>, Error> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given, Error>>, Error> {
         let asked = self.0.fetch_add(1, Ordering::SeqCst);
         if asked < GROUPS {
             self.2.wait().await;
@@ -135,7 +135,7 @@ struct EndsAtGroupOne;
 
 #[async_trait]
 impl Reward for EndsAtGroupOne {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>, Error> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given, Error>>, Error> {
         if answers[0].sample / SAMPLES != 1 {
             return ByLabel.score(answers).await;
         }

@@ -16,7 +16,7 @@ use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
 use driftless_trainer::hook::{Filter, Filters};
 use driftless_trainer::options::Mode;
-use driftless_trainer::reward::Reward;
+use driftless_trainer::reward::{Given, Reward};
 use driftless_trainer::rollout::{
     Dropped, EvalSet, Policy, PromptNote, Queue, RolloutOptions, Rollouts, Since,
 };
@@ -87,13 +87,13 @@ struct ByLabel;
 
 #[async_trait]
 impl Reward for ByLabel {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>, Error> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given, Error>>, Error> {
         let score = |answer: &Answer| match answer.label_text()?.as_str() {
-            "fail" => Ok(f32::NAN),
-            "same" => Ok(1.0),
-            _ => Ok((answer.sample % SAMPLES) as f32),
+            "fail" => Ok(f32::NAN.into()),
+            "same" => Ok(1.0.into()),
+            _ => Ok(((answer.sample % SAMPLES) as f32).into()),
         };
-        answers.iter().map(score).collect()
+        Ok(answers.iter().map(score).collect())
     }
 }
 

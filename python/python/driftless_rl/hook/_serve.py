@@ -102,7 +102,7 @@ class _Task:
                 said = {"cancelled": True}
             else:
                 _print(error)
-                said = {"error": _describe(error, self.server.path), **_outcome(error)}
+                said = {"error": self.describe(error), **_outcome(error)}
             self.send(said)
         finally:
             del self.server.open[self.number]
@@ -115,10 +115,13 @@ class _Task:
             await self.call(self.turn if self.is_async else BlockingTurn(self.turn, self.server.loop))
             return {"samples": self.turn._samples or [{}]}
         if name == "prompt":
-            return _functions.answer(name, await self.call(question["number"]))
+            return _functions.answer(name, await self.call(question["number"]), self.describe)
         samples = [sample(given) for given in question["samples"]]
         # The run asks about no samples before it starts.
-        return _functions.answer(name, await self.call(samples) if samples else [])
+        return _functions.answer(name, await self.call(samples) if samples else [], self.describe)
+
+    def describe(self, error: BaseException) -> str:
+        return _describe(error, self.server.path)
 
     async def call(self, given: Any) -> Any:
         assert self.function is not None

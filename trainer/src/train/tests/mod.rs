@@ -227,14 +227,15 @@ impl Run<'_> {
     }
 
     /// What was trained on is what engines replied, whatever was killed meanwhile.
-    fn verify(&self) {
+    fn verify(&self, taken: &BTreeSet<u64>) {
         let line = |step| format!("{{\"version\":{step},\"step\":{step}}}\n");
         let versions: String = (0..=self.policy.steps).map(line).collect();
         std::fs::write(self.dir.join("versions.jsonl"), versions).unwrap();
         let report = verify(self.dir, &self.dir.join("log")).unwrap();
         let first = report.first.first().map(ToString::to_string);
         assert_eq!(first, None, "seed {}: {} faults", self.world.seed, report.faults);
-        let answers = self.policy.batch * self.policy.steps * self.answers;
+        let lacking = taken.iter().filter(|group| worth(self.world.seed, **group) == Worth::Partly).count();
+        let answers = self.policy.batch * self.policy.steps * self.answers - lacking as u64;
         assert_eq!((report.answers, report.samples_learned), (answers, answers), "seed {}", self.world.seed);
         assert!(report.replies >= answers && report.unchecked.earlier_release == 0);
     }
@@ -256,14 +257,18 @@ impl Run<'_> {
         assert!(done.is_disjoint(&in_flight));
         for record in log.prompts(PromptState::Done) {
             let group = record.scalars().sample_id;
-            let why = PromptNote::of(&record).dropped;
+            let PromptNote { dropped: why, failed, .. } = PromptNote::of(&record);
             let worth = worth(self.world.seed, group);
-            assert!(why.is_some() || worth == Worth::Kept, "group {group} is kept and {worth:?}");
+            let is_learnable = matches!(worth, Worth::Kept | Worth::Partly);
+            assert!(why.is_some() || is_learnable, "group {group} is kept and {worth:?}");
+            let failed: Vec<u64> = failed.iter().map(|failed| failed.answer).collect();
+            let second = if worth == Worth::Partly { vec![group * self.answers + 1] } else { Vec::new() };
+            assert!(worth == Worth::Failed || failed == second, "group {group} lacks {failed:?}");
             assert!(why.is_none() || !taken.contains(&group), "group {group} is taken, and {why:?}");
             let is_stale = why.as_deref().is_some_and(|why| why.contains("too old"));
-            assert!(why.is_none() || worth != Worth::Kept || is_stale, "group {group} is left out: {why:?}");
+            assert!(why.is_none() || !is_learnable || is_stale, "group {group} is left out: {why:?}");
         }
-        self.verify();
+        self.verify(&taken);
         done.len() as u64 * self.answers
     }
 }

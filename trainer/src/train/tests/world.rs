@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::data::Tokenizer;
 use crate::error::{Error, Place, Result};
-use crate::reward::Reward;
+use crate::reward::{Given, Reward};
 use crate::sample::{Answer, Engines, Prompt};
 use crate::seed::mix;
 use crate::tasks::DataSource;
@@ -327,6 +327,8 @@ pub(super) enum Worth {
     /// All its rewards are equal.
     Filtered,
     Failed,
+    /// Its second answer has no reward.
+    Partly,
 }
 
 /// What becomes of this group.
@@ -334,13 +336,14 @@ pub(super) fn worth(seed: u64, group: u64) -> Worth {
     match draw(seed, "worth", group) % 32 {
         0 | 1 => Worth::Filtered,
         2 => Worth::Failed,
+        3 | 4 => Worth::Partly,
         _ => Worth::Kept,
     }
 }
 
 #[async_trait]
 impl Reward for Data {
-    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<Result<Given>>> {
         let Some(first) = answers.first() else { return Ok(Vec::new()) };
         let group = first.sample / answers.len() as u64;
         self.world.happens("scored", group).await;
@@ -349,10 +352,12 @@ impl Reward for Data {
             let (sample, found) = (first.sample, "none".to_owned());
             return Err(Error::Reward { sample, expected, found, todo, is_away: true });
         }
-        Ok(match worth(self.world.seed, group) {
-            Worth::Kept => (0..answers.len()).map(|at| at as f32).collect(),
-            Worth::Filtered => vec![1.0; answers.len()],
-            Worth::Failed => vec![f32::NAN; answers.len()],
-        })
+        let reward = |at: usize| match worth(self.world.seed, group) {
+            Worth::Filtered => 1.0,
+            Worth::Partly if at == 1 => f32::NAN,
+            Worth::Kept | Worth::Partly => at as f32,
+            Worth::Failed => f32::NAN,
+        };
+        Ok((0..answers.len()).map(|at| Ok(reward(at).into())).collect())
     }
 }
