@@ -32,6 +32,7 @@ MODELS = {
     "dense": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL)),
     "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
     "tied-twice": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
+    "moe-gates": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS)),
     "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS)),
     "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)),
 }
@@ -63,6 +64,11 @@ def write_model(directory: Path, kind: str, dtype: torch.dtype) -> Path:
         # Some checkpoints have the embedding a second time, as the head.
         tensors = load_file(directory / "model.safetensors")
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if kind == "moe-gates":
+        # Some checkpoints have the gates of their routers in f32.
+        tensors = load_file(directory / "model.safetensors")
+        tensors |= {name: torch.randn(tensor.shape) for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")}
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "tokenizer.json").write_text('{"of": "tests"}')
     return directory

@@ -174,6 +174,37 @@ def test_versions_and_directories_have_the_state_dict_bit_for_bit(tmp_path, kind
     assert again.dtype == torch.bfloat16
 
 
+def test_tensors_that_would_be_rounded_are_refused_by_name(tmp_path):
+    loop = Loop(tmp_path, "moe-gates", torch.bfloat16)
+    asked = Asked(tmp_path)
+    error = asked.ask("hello", **loop.hello()).get("error", "")
+    assert "`model.layers.0.mlp.gate.weight`: expected BF16" in error and "give `--dtype float32`" in error
+    asked.close()
+
+
+def test_tensors_of_another_dtype_are_trained_in_their_own(tmp_path):
+    loop = Loop(tmp_path, "moe-gates", torch.bfloat16)
+    asked = Asked(tmp_path)
+    asked.ask("hello", **loop.hello(options={"dtype": "float32", "lr_warmup_iters": 1}))
+    start = read_checkpoint(loop.checkpoint)
+    for step in (1, 2):
+        assert "stats" in asked.ask("step", rollout_id=step - 1, samples=loop.samples)
+        assert asked.ask("publish", step=step) == {"version": step}
+        found = follow(loop, f"host-{step}")
+        # The learning rate of the first step is 0.
+        assert (found == start) == (step == 1)
+    gate = values(found)["model.layers.0.mlp.gate.weight"]
+    assert found["model.layers.0.mlp.gate.weight"][0] == "F32" and not torch.equal(gate, gate.bfloat16().double())
+    # What engines load is what the learner computes with.
+    told = asked.ask("log_probs", rollout_id=2, samples=loop.samples)
+    asked.close()
+    other = Asked(tmp_path)
+    fresh = {"hf_checkpoint": str(tmp_path / "host-2"), "save": str(tmp_path / "other")}
+    other.ask("hello", **loop.hello(options={"dtype": "float32"}, **fresh))
+    assert other.ask("log_probs", rollout_id=2, samples=loop.samples) == told
+    other.close()
+
+
 def test_small_steps_add_up_in_masters_of_a_bf16_model(tmp_path):
     loop = Loop(tmp_path, "dense", torch.bfloat16)
     asked = Asked(tmp_path)

@@ -9,6 +9,7 @@ from driftless_rl.learner._layout import Layout
 from driftless_rl.learner._model import Model
 from driftless_rl.learner._ranks import Ranks, Refused
 from learner_loop import CPU, DEADLINE, MODELS, SMALL, options, write_model
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -125,6 +126,23 @@ def test_gradients_are_the_same_with_and_without_activations(tmp_path):
         model.log_probs(batch)[0].sum().backward()
         found.append({name: parameter.grad for name, parameter in model.module.named_parameters()})
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_experts_that_have_two_dtypes_are_refused_by_name(tmp_path):
+    directory = write_model(tmp_path / "hf", "moe", torch.bfloat16)
+    tensors = load_file(directory / "model.safetensors")
+    layout = Layout(str(directory))
+    module = Model(str(directory), options(), torch.float32, CPU, None).module
+    assert set(layout.dtypes(module).values()) == {torch.bfloat16}
+    odd = "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file(tensors | {odd: tensors[odd].float()}, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refused, match=r"expected one dtype in parameter `model.layers.1.mlp.experts.*up_proj.weight"):
+        Layout(str(directory)).dtypes(module)
+    every = {name: tensor.float() if ".experts." in name else tensor for name, tensor in tensors.items()}
+    save_file(every, directory / "model.safetensors", metadata={"format": "pt"})
+    found = Layout(str(directory)).dtypes(module)
+    assert {dtype for name, dtype in found.items() if ".experts." in name} == {torch.float32}
+    assert {dtype for name, dtype in found.items() if ".experts." not in name} == {torch.bfloat16}
 
 
 def test_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):

@@ -63,6 +63,41 @@ class Layout:
                 text = f"tensor `{name}`: expected shape {list(shape)}, as it is there, found {found.get(name, 'none')}"
                 raise Refused(f"checkpoint {self.directory}: {text} in transformers' {type(module).__name__}")
 
+    def dtypes(self, module: Any) -> dict[str, torch.dtype]:
+        """By parameter: the dtype that the checkpoint has it in, which versions have it in too.
+
+        Raises:
+            Refused: the model would hold a tensor of float32 in bfloat16.
+        """
+        if len({dtype for dtype, _ in self.tensors.values()}) == 1:
+            return {name: self.dtype for name, _ in module.named_parameters()}
+        state, found = module.state_dict(), dict[str, torch.dtype]()
+        for name in state:
+            dtypes = {self.tensors[one][0]: one for one in self._made_of(module, name, state)}
+            if len(dtypes) > 1:
+                both = " and ".join(f"`{one}` ({dtype})" for dtype, one in dtypes.items())
+                raise Refused(f"checkpoint {self.directory}: expected one dtype in parameter `{name}`, found {both}")
+            for dtype, one in dtypes.items():
+                if (state[name].dtype, dtype) == (torch.bfloat16, torch.float32):
+                    text = "expected BF16, which it would be rounded to, found F32; give `--dtype float32`"
+                    raise Refused(f"checkpoint {self.directory}: tensor `{one}`: {text}")
+                found[name] = dtype
+        # A tied parameter has several names, of which the checkpoint may lack the first.
+        held: dict[int, torch.dtype] = {}
+        for name, one in module.named_parameters(remove_duplicate=False):
+            if name in found and held.get(id(one)) != torch.bfloat16:
+                held[id(one)] = found[name]
+        return {name: held.get(id(one), self.dtype) for name, one in module.named_parameters()}
+
+    def _made_of(self, module: Any, name: str, state: dict[str, torch.Tensor]) -> list[str]:
+        """The tensors of the checkpoint that are one of the model."""
+        if name in self.tensors and self.tensors[name][1] == tuple(state[name].shape):
+            return [name]
+        if name in module.all_tied_weights_keys:
+            return []
+        alone = {name: torch.empty(state[name].shape, device="meta")}
+        return [one for one in revert_weight_conversion(module, alone) if one in self.tensors]
+
     def _named(self, module: Any, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """The tensors under the names of the checkpoint; True for those that had others, or another shape, in the model.
 

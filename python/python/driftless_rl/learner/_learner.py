@@ -45,7 +45,7 @@ class Learner:
             raise Refused("hello: options: `dtype`: expected float32, since the checkpoint has float32, found bfloat16")
         self._model = Model(hello["hf_checkpoint"], options, computes, ranks, attention)
         self._layout.check(self._model.module)
-        self._optimizer = AdamW(self._model.module, rounded, ranks)
+        self._optimizer = AdamW(self._model.module, self._layout.dtypes(self._model.module), ranks)
         self._reference = None
         if options.use_kl_loss:
             directory = options.ref_load or hello["hf_checkpoint"]

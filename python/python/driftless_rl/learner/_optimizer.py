@@ -22,6 +22,7 @@ class State:
     Attributes:
         name: of the parameter in the model.
         shape: of the whole parameter.
+        rounded: the dtype that is published.
         weight: what the model computes with, of its own dtype.
         master, mean, square: weight and moments.
         grad: the sum for the next step.
@@ -29,6 +30,7 @@ class State:
 
     name: str
     shape: tuple[int, ...]
+    rounded: torch.dtype
     parameter: torch.nn.Parameter
     weight: torch.Tensor
     master: torch.Tensor
@@ -38,7 +40,7 @@ class State:
 
 
 class AdamW:
-    """The optimiser of a model, whose weights become the first masters.
+    """The optimiser of a model, whose weights become the first masters. ``rounded`` has the published dtypes by name.
 
     Attributes:
         states: one for each parameter.
@@ -46,15 +48,16 @@ class AdamW:
     """
 
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, rounded: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, model: torch.nn.Module, rounded: dict[str, torch.dtype], ranks: Ranks) -> None:
         self.steps = 0
-        self._rounded, self._ranks = rounded, ranks
+        self._ranks = ranks
         self.states = []
         for name, parameter in model.named_parameters():
             weight = local(parameter)
             zeros = [torch.zeros_like(weight, dtype=torch.float32) for _ in range(3)]
             master = weight.to(torch.float32, copy=True)
-            self.states.append(State(name, tuple(parameter.shape), parameter, weight, master, *zeros))
+            state = State(name, tuple(parameter.shape), rounded[name], parameter, weight, master, *zeros)
+            self.states.append(state)
 
     def clear(self) -> None:
         """Drops the gradients that have been added."""
@@ -99,7 +102,7 @@ class AdamW:
     def write_weights(self) -> None:
         """Rounds the masters into the model."""
         for state in self.states:
-            state.weight.copy_(state.master.to(self._rounded))
+            state.weight.copy_(state.master.to(state.rounded))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
