@@ -8,7 +8,7 @@ import torch
 from conftest import Store, read_checkpoint, run_command
 from driftless_rl.transformers import PublishCallback, hf_state_dict
 from tiny import dense, moe
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 
 def train(store: Store, model, steps: int, resume=None, every=1, **settings):
@@ -57,9 +57,20 @@ def test_trainer_that_goes_on_goes_on_with_the_run(store):
     train(store, dense(), steps=2)
     model = dense()
     callback = train(store, model, steps=5, resume=str(store.root / "out/checkpoint-2"), every=2)
-    # Versions 0 to 2 before; then after step 4, and after the last one.
-    assert callback.published.version == 4
+    # Versions 0 to 2 before; then at the begin, after step 4, and after the last one.
+    assert callback.published.version == 5
     assert read_checkpoint(host(store))["lm_head.weight"][2] == content(model.lm_head.weight)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_model_is_published_when_a_training_goes_on(store, step):
+    train(store, dense(), steps=3)
+    saved = AutoModelForCausalLM.from_pretrained(store.root / "out/checkpoint-2") if step else dense()
+    callback = PublishCallback(store.url, "run", baseline_dir=store.baseline, resume="auto")
+    callback.on_train_begin(None, TrainerState(global_step=step), None, model=saved)
+    assert callback.published.version == 4 and callback.published.changed > 0
+    assert read_checkpoint(host(store))["lm_head.weight"][2] == content(saved.lm_head.weight)
+    callback.on_train_end(TrainingArguments(use_cpu=True), TrainerState(global_step=step), None, model=saved)
 
 
 def test_floats_are_published_as_the_dtype_that_is_asked_for(store):

@@ -80,8 +80,8 @@ class PublishCallback(TrainerCallback):
             with tempfile.TemporaryDirectory() as directory:
                 _save_files(directory, model, processing_class)
                 self._publisher = Publisher(*self._where, **{**settings, "hf_checkpoint": directory})
-        if self._publisher.version is None:
-            self._publish(model, state.global_step)
+        # Of a run that goes on too: the model may be another one than the newest version is.
+        self._publish(model, state.global_step)
 
     def on_step_end(self, args, state, control, model=None, **others):
         if state.global_step % self._publish_every == 0:
