@@ -68,8 +68,8 @@ TRAINER = """
     model, optimizer = prepared(
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24))
     )
-    arguments = types.SimpleNamespace(process_index=rank, world_size=2)
-    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
+    arguments = types.SimpleNamespace(process_index=rank, world_size=2, load_best_model_at_end=True)
+    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0, best_model_checkpoint="last")
     try:
         PublishCallback(f"file://{root}/store", "nowhere").on_train_begin(arguments, state, None, model=model)
     except driftless_rl.UsageError as error:
@@ -81,6 +81,8 @@ TRAINER = """
     for state.global_step in (1, 2):
         step(model, optimizer)
         callback.on_step_end(arguments, state, None, model=model)
+    # The best model is another one than the last step's.
+    step(model, optimizer)
     callback.on_train_end(arguments, state, None, model=model)
     assert (callback.published is None) == (rank > 0)
     save(model.bfloat16(), "callback")
@@ -101,7 +103,7 @@ def published(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("run, newest", [("by-hand", 1), ("callback", 2)])
+@pytest.mark.parametrize("run, newest", [("by-hand", 1), ("callback", 3)])
 def test_shards_that_accelerate_made_are_published_whole(published, run, newest):
     host = published / f"host-{run}"
     with driftless_rl.Follower(f"file://{published}/store", run, host) as follower:

@@ -11,7 +11,7 @@ from tiny import dense, moe
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 
-def train(store: Store, model, steps: int, resume=None, every=1, **settings):
+def train(store: Store, model, steps: int, resume=None, every=1, arguments={}, **settings):
     settings = {"baseline_dir": store.baseline, **settings}
     callback = PublishCallback(store.url, "run", publish_every=every, **settings)
     arguments = TrainingArguments(
@@ -19,13 +19,13 @@ def train(store: Store, model, steps: int, resume=None, every=1, **settings):
         max_steps=steps,
         per_device_train_batch_size=2,
         learning_rate=1e-3,
-        save_steps=2,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **{"save_steps": 2, **arguments},
     )
     rows = [{"input_ids": [i % 64, 3, 5, 7], "labels": [i % 64, 3, 5, 7]} for i in range(32)]
-    Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train(resume_from_checkpoint=resume)
+    Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback]).train(resume_from_checkpoint=resume)
     return callback
 
 
@@ -71,6 +71,17 @@ def test_model_is_published_when_a_training_goes_on(store, step):
     assert callback.published.version == 4 and callback.published.changed > 0
     assert read_checkpoint(host(store))["lm_head.weight"][2] == content(saved.lm_head.weight)
     callback.on_train_end(TrainingArguments(use_cpu=True), TrainerState(global_step=step), None, model=saved)
+
+
+def test_newest_version_is_the_best_model_where_it_is_loaded(store):
+    model = dense()
+    # The loss falls: the best model by this is the one after the first step.
+    best = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
+    callback = train(store, model, steps=3, arguments=dict(save_steps=1, eval_strategy="steps", eval_steps=1, **best))
+    assert callback.published.version == 4 and callback.published.changed > 0
+    first = AutoModelForCausalLM.from_pretrained(store.root / "out/checkpoint-1")
+    assert torch.equal(first.lm_head.weight, model.lm_head.weight)
+    assert read_checkpoint(host(store))["lm_head.weight"][2] == content(model.lm_head.weight)
 
 
 def test_floats_are_published_as_the_dtype_that_is_asked_for(store):

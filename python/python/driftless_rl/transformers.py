@@ -26,6 +26,7 @@ __all__ = ["PublishCallback", "hf_state_dict"]
 
 class PublishCallback(TrainerCallback):
     """Publishes the model before the first step, after every ``publish_every`` optimiser steps, and after the last one.
+    With ``load_best_model_at_end`` the newest version is the best model, which the trainer ends with.
 
     A training that goes on from a Trainer's checkpoint goes on with the run. Others begin one, or with ``resume="auto"``
     go on with the one that is there. Of a trainer with several processes, the first one publishes; of a model that FSDP2
@@ -63,6 +64,7 @@ class PublishCallback(TrainerCallback):
         self._rank: int | None = None
         self._attempts = ""
         self._step: int | None = None
+        self._count = 0
         self.published = None
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **others):
@@ -88,7 +90,9 @@ class PublishCallback(TrainerCallback):
             self._publish(model, state.global_step)
 
     def on_train_end(self, args, state, control, model=None, **others):
-        if self._step != state.global_step:
+        # The trainer has put the best weights of its checkpoints into the model.
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if best or self._step != state.global_step:
             self._publish(model, state.global_step)
         if self._publisher is not None:
             self._publisher.close()
@@ -116,8 +120,11 @@ class PublishCallback(TrainerCallback):
             self.published = self._publisher.publish(tensors, step=step)
         else:
             parts = driftless_torch.slices(tensors, rank=self._rank)
-            self.published = self._publisher.publish(parts, step=step, attempt=f"{self._attempts}-{step}")
+            # A step is published twice where the model is another one at the end.
+            attempt = f"{self._attempts}-{self._count}"
+            self.published = self._publisher.publish(parts, step=step, attempt=attempt)
         self._step = step
+        self._count += 1
 
 
 def hf_state_dict(model: Any, dtype: Any = None) -> dict[str, Any]:
