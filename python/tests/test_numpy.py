@@ -1,5 +1,7 @@
 """numpy arrays, published and followed bit for bit."""
 
+import threading
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -122,6 +124,20 @@ def test_asynchronous_publication_is_waited_for(store):
         assert future.result(timeout=120).version == 0 and future.done()
         weight[0] = 9
         assert publisher.publish_async({"weight": weight}).result(timeout=120).changed == 1
+    assert store.follow() == {"weight": arrived(weight)}
+
+
+def test_pairs_are_taken_before_an_asynchronous_call_returns(store):
+    weight, taken = np.arange(9, dtype=np.float32), []
+
+    def pairs():
+        taken.append(threading.get_ident())
+        yield "weight", weight
+
+    with store.publisher() as publisher:
+        future = publisher.publish_async(pairs())
+        assert taken == [threading.get_ident()]
+        assert future.result(timeout=120).version == 0
     assert store.follow() == {"weight": arrived(weight)}
 
 

@@ -249,7 +249,7 @@ class Publisher:
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
         **arguments: Any,
     ) -> Future[Published | None]:
-        """``publish`` on a thread. The tensors belong to it until the future is done.
+        """``publish`` on a thread. The tensors belong to it until the future is done. Pairs are taken before the call returns.
 
         One publication is under way at a time: wait for ``result(timeout)``, or ask ``done()``, before the next call and
         before the optimiser writes to the tensors. The interpreter waits for it before it ends.
@@ -268,10 +268,10 @@ class Publisher:
                 raise BusyError("a publication is under way; wait for its future", kind="Busy", retryable=True)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="driftless-publish")
-            # The thread has streams of its own.
-            values = tensors.values() if isinstance(tensors, Mapping) else ()
-            _synchronize(getattr(value, "tensor", value) for value in values)
-            self._last = self._pool.submit(self.publish, tensors, **arguments)
+            # Here: the thread has streams of its own, and pairs may come from a generator that makes them on this one's.
+            pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+            _synchronize(getattr(value, "tensor", value) for _, value in pairs)
+            self._last = self._pool.submit(self.publish, pairs, **arguments)
             return self._last
 
     def publish_reference(self, checkpoint: str | os.PathLike[str], *, step: int = 0) -> Published:
