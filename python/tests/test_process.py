@@ -85,6 +85,11 @@ def test_cancel_ends_a_publication_from_another_thread(store):
         future = publisher.publish_async({"w": weight}, attempt="job-0")
         stored_part()
         assert not future.done()
+        for name in ("version", "run_id"):
+            try:
+                getattr(publisher, name)
+            except driftless_rl.BusyError:
+                print(name)
         try:
             publisher.publish_async({"w": weight}, attempt="job-1")
         except driftless_rl.BusyError as error:
@@ -97,7 +102,7 @@ def test_cancel_ends_a_publication_from_another_thread(store):
         """,
         store.root,
     )
-    assert out.split() == ["True", "Cancelled"]
+    assert out.split() == ["version", "run_id", "True", "Cancelled"]
     assert store.manifests() == []
 
 

@@ -157,12 +157,20 @@ class Publisher:
 
     @property
     def run_id(self) -> str:
-        """The run's id, 32 hex digits."""
+        """The run's id, 32 hex digits.
+
+        Raises:
+            BusyError: ``publish_async`` is under way; its future's ``result`` ends that.
+        """
         return self._native.state()[0]
 
     @property
     def version(self) -> int | None:
-        """The newest version that this publisher knows to be committed; None before the first."""
+        """The newest version that this publisher knows to be committed; None before the first.
+
+        Raises:
+            BusyError: ``publish_async`` is under way; its future's ``result`` ends that.
+        """
         return self._native.state()[1]
 
     def publish(
