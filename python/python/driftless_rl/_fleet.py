@@ -26,7 +26,7 @@ class Fleet:
     """Engines that serve one model: SGLang and vLLM servers, or ``driftless serve``. Threads may share it.
 
     A sample goes to the engine with the fewest requests. One whose engine fails, is slow, or was drawn in part from
-    weights older than ``min_version`` is asked for again.
+    weights older than ``min_version`` is asked for again. The constructor asks each engine; Ctrl-C is raised at its end.
 
     Args:
         engines: their addresses, ``http://host:port`` of SGLang, ``vllm+http://host:port`` of vLLM.

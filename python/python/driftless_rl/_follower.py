@@ -14,7 +14,8 @@ class Follower:
     """Keeps a checkpoint directory at the versions of a run. The command ``driftless follow`` also has engines load them.
 
     The directory is a plain Hugging Face checkpoint, and the follower's alone. A crash leaves it at the old version or at
-    the new one, or without its ``config.json`` until the next follower has finished it.
+    the new one, or without its ``config.json`` until the next follower has finished it. The constructor reads the directory;
+    Ctrl-C is raised at its end.
 
     Args:
         store: where versions are, as for ``Publisher``.
