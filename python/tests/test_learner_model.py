@@ -12,6 +12,14 @@ from learner_loop import CPU, DEADLINE, MODELS, SMALL, options, write_model
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
+@pytest.mark.parametrize("capability, there", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_kernel_is_taken_on_gpus_that_have_it(monkeypatch, capability, there):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert _attention.takes(torch.device("cuda", 1), torch.bfloat16) == there
+    assert not _attention.takes(torch.device("cuda", 1), torch.float32)
+    assert not _attention.takes(torch.device("cpu"), torch.bfloat16)
+
+
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -18,8 +18,10 @@ HEAD_DIM_MAX = 256
 
 
 def takes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel is there."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    """Whether the kernel is there: on Ampere and what came after it."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def packed_attention(
