@@ -7,6 +7,7 @@ from driftless_rl.learner import _attention
 from driftless_rl.learner._batch import Sample, pack
 from driftless_rl.learner._layout import Layout
 from driftless_rl.learner._model import Model
+from driftless_rl.learner._optimizer import AdamW
 from driftless_rl.learner._ranks import Ranks, Refused
 from learner_loop import CPU, DEADLINE, MODELS, SMALL, options, write_model
 from safetensors.torch import load_file, save_file
@@ -134,6 +135,13 @@ def test_gradients_are_the_same_with_and_without_activations(tmp_path):
         model.log_probs(batch)[0].sum().backward()
         found.append({name: parameter.grad for name, parameter in model.module.named_parameters()})
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    model = torch.nn.ParameterDict({"up_proj": torch.ones(2, 3), "up_proj_bias": torch.ones(2, 3), "norm": torch.ones(3)})
+    optimizer = AdamW(model, {name: torch.float32 for name, _ in model.named_parameters()}, CPU)
+    optimizer.step(options(weight_decay=0.5), 0.5, 0.0)
+    assert {name: value.flatten()[0].item() for name, value in model.items()} == {"up_proj": 0.75, "up_proj_bias": 1, "norm": 1}
 
 
 def test_experts_that_have_two_dtypes_are_refused_by_name(tmp_path):

@@ -89,8 +89,8 @@ class AdamW:
         correct_square = 1.0 - options.adam_beta2**self.steps
         for state in self.states:
             grad = state.grad.mul_(scale)
-            # Matrices decay, norms never do.
-            if len(state.shape) > 1 and options.weight_decay > 0:
+            # Matrices decay, norms and biases never do. The biases of a layer's experts are one matrix.
+            if len(state.shape) > 1 and not state.name.endswith("bias") and options.weight_decay > 0:
                 state.master.mul_(1.0 - lr * options.weight_decay)
             state.mean.mul_(options.adam_beta1).add_(grad, alpha=1.0 - options.adam_beta1)
             state.square.mul_(options.adam_beta2).addcmul_(grad, grad, value=1.0 - options.adam_beta2)
