@@ -11,7 +11,7 @@ from driftless_rl.learner._optimizer import AdamW
 from driftless_rl.learner._ranks import Ranks, Refused
 from learner_loop import CPU, DEADLINE, MODELS, SMALL, options, write_model
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
 
 @pytest.mark.parametrize("capability, there", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_kernel_is_taken_on_gpus_that_have_it(monkeypatch, capability, there):
@@ -51,12 +51,12 @@ def alone(model: Model, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("kind, padded", [("dense", False), ("tied", False), ("moe", False), ("mamba", True)])
+@pytest.mark.parametrize("kind, padded", [("dense", False), ("tied", False), ("moe", False), ("mamba", True), ("chunked", True)])
 @torch.no_grad()
 def test_log_probs_of_a_batch_are_those_of_each_sample_alone(tmp_path, kind, padded):
-    directory = write_model(tmp_path / "hf", kind, torch.float32)
-    model = Model(str(directory), options(temperature=0.7, log_probs_chunk_size=3), torch.float32, CPU, None)
-    # A state-space model carries its state over from one sequence of a row to the next.
+    write(tmp_path / "hf", kind)
+    model = Model(str(tmp_path / "hf"), options(temperature=0.7, log_probs_chunk_size=3), torch.float32, CPU, None)
+    # A state-space model carries its state over from one sequence of a row to the next; chunks end where rows have them.
     assert model.padded == padded
     for rows in {padded, True}:
         batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=rows, device=CPU.device)
@@ -79,20 +79,29 @@ def loops(query, key, value, starts, longest, scale, window):
 
 
 WINDOW = dict(sliding_window=3)
+CHUNK = dict(attention_chunk_size=4, intermediate_size_mlp=48, num_local_experts=2)
 OTHERS = {
     "window": lambda: MistralForCausalLM(MistralConfig(**SMALL, **WINDOW)),
+    "chunked": lambda: Llama4ForCausalLM(Llama4TextConfig(**SMALL, **CHUNK)),
     "caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, **WINDOW, query_pre_attn_scalar=16)),
 }
 
 
-@pytest.mark.parametrize("kind, bounded", [("dense", True), ("moe", True), ("window", True), ("caps", False), ("mamba", False)])
-@torch.no_grad()
-def test_models_that_the_kernel_can_compute_are_computed_with_it(tmp_path, monkeypatch, kind, bounded):
+def write(directory, kind):
     if kind in OTHERS:
         torch.manual_seed(4)
-        OTHERS[kind]().save_pretrained(tmp_path / "hf")
+        OTHERS[kind]().save_pretrained(directory)
     else:
-        write_model(tmp_path / "hf", kind, torch.float32)
+        write_model(directory, kind, torch.float32)
+
+
+KERNELS = {"dense": True, "moe": True, "window": True, "caps": False, "chunked": False, "mamba": False}
+
+
+@pytest.mark.parametrize("kind, bounded", KERNELS.items())
+@torch.no_grad()
+def test_models_that_the_kernel_can_compute_are_computed_with_it(tmp_path, monkeypatch, kind, bounded):
+    write(tmp_path / "hf", kind)
     called = []
     monkeypatch.setattr(_attention, "takes", lambda device, dtype: True)
     monkeypatch.setattr(_attention, "flash", lambda *rows: called.append(rows[3]) or loops(*rows))

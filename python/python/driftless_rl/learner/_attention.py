@@ -24,6 +24,13 @@ def takes(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def is_chunked(config: Any) -> bool:
+    """Whether layers look at chunks of a row, as Llama 4's do. The kernel has none, and masks count them from the row's
+    beginning, not from the sample's."""
+    text = config.get_text_config()
+    return bool(getattr(text, "attention_chunk_size", None)) or "chunked_attention" in (getattr(text, "layer_types", None) or ())
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

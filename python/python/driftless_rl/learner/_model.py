@@ -53,7 +53,7 @@ class Model:
             _shard(self.module, layers, dtype, ranks)
         else:
             self.module.to(ranks.device)
-        self.padded = not self._keeps_apart(ranks)
+        self.padded = _attention.is_chunked(self.module.config) or not self._keeps_apart(ranks)
         if attention is None and not self.padded and _attention.takes(ranks.device, dtype):
             self._choose_flash(ranks)
 
