@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_checkpoint, run_command
+from driftless_rl.learner import _attention
 from driftless_rl.learner._ranks import Ranks, Refused
 from driftless_rl.learner._serve import serve
-from learner_loop import CPU, DEADLINE, OPTIONS, Asked, Loop
+from learner_loop import CPU, DEADLINE, OPTIONS, Asked, Loop, write_model
+from test_learner_model import loops
 from transformers import AutoModelForCausalLM
 
 
@@ -275,6 +277,22 @@ def test_reference_policy_and_entropy_are_part_of_the_loss(loop, asked):
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-9) and 0 < first["tis_clipfrac"] < 1
     second = asked.ask("step", rollout_id=1, samples=loop.samples)["stats"]
     assert second["kl_loss"] > 1e-7
+
+
+def test_rows_are_padded_if_the_reference_cannot_be_packed(loop, asked, monkeypatch):
+    # As on a GPU, with a kernel that takes no padded row.
+    monkeypatch.setattr(_attention, "takes", lambda device, dtype: True)
+    monkeypatch.setattr(_attention, "flash", loops)
+    reference = write_model(loop.root / "reference", "mamba", torch.float32)
+    kl = {"use_kl_loss": True, "kl_loss_type": "k1", "kl_loss_coef": 0.1, "ref_load": str(reference)}
+    hello = asked.ask("hello", **loop.hello(options={**kl, "max_tokens_per_gpu": 64}))
+    assert hello["name"].endswith("padded")
+    together = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    other = Asked(loop.root)
+    # One sample in each batch.
+    other.ask("hello", **loop.hello(options={**kl, "micro_batch_size": 1}))
+    assert other.ask("step", rollout_id=0, samples=loop.samples)["stats"]["kl_loss"] == pytest.approx(together["kl_loss"], abs=1e-6)
+    other.close()
 
 
 def test_calls_that_cannot_be_are_answered_with_an_error(loop, asked):

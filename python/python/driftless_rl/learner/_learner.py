@@ -54,6 +54,10 @@ class Learner:
             if self._reference.vocabulary != self._model.vocabulary:
                 found = f"expected {self._model.vocabulary} tokens, found {self._reference.vocabulary}"
                 raise Refused(f"hello: options: `ref_load`: {directory}: {found}")
+            # Both are given the same batches.
+            for model, other in ((self._model, self._reference), (self._reference, self._model)):
+                if other.padded:
+                    model.pad()
         return _checkpoint.load(Path(hello["save"]), self._optimizer)
 
     def hello(self) -> dict[str, Any]:

@@ -57,6 +57,12 @@ class Model:
         if attention is None and not self.padded and _attention.takes(ranks.device, dtype):
             self._choose_flash(ranks)
 
+    def pad(self) -> None:
+        """Gives samples rows of their own from now on, which the kernel for packed ones does not take."""
+        self.padded = True
+        if self._bounded:
+            self._leave_flash()
+
     def log_probs(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the trained tokens, f32 ``[m]`` each, at the temperature of the run."""
         # Hidden states go through the head only where a token is asked for, if the model can do that.
@@ -104,7 +110,7 @@ class Model:
 
     def _choose_flash(self, ranks: Ranks) -> None:
         """Takes the kernel for packed samples, if the model can be computed with it."""
-        before = self.module.config._attn_implementation
+        self._before = self.module.config._attn_implementation
         try:
             self.module.set_attn_implementation(_attention.NAME)
         except ValueError:
@@ -116,8 +122,11 @@ class Model:
             # FSDP2 does not go on after a pass that broke off.
             kind = self.module.config.model_type
             raise Refused(f"attention of {kind}: the kernel for packed samples cannot compute it; --attn-implementation sdpa")
+        self._leave_flash()
+
+    def _leave_flash(self) -> None:
         self._bounded = False
-        self.module.set_attn_implementation(before)
+        self.module.set_attn_implementation(self._before)
 
 
 def _chosen(
