@@ -94,9 +94,9 @@ plugins.{call}()
 """
 
 
-def assert_this_wheel_hooks(folder: Path, where: str, **names: str) -> None:
-    """Loads an engine's plugins beside an older wheel: one of the two is called, and the log names the other."""
-    done = run_beside(folder, LOAD_PLUGINS.format(**names), where)
+def assert_this_wheel_hooks(folder: Path, where: str, first: str = "", **names: str) -> None:
+    """Loads an engine's plugins behind ``first``, beside an older wheel: one is called, and the log names the other."""
+    done = run_beside(folder, first + LOAD_PLUGINS.format(**names), where)
     assert done.stdout.count("hooked by") == 1 and "hooked by this wheel" in done.stdout, done.stdout
     assert "the plugin of the older wheel `driftless`" in done.stderr and "is refused" in done.stderr
 
