@@ -1,5 +1,6 @@
 """What the tests share: a store, publishers to it, and a follower's view of it."""
 
+import gc
 import json
 import runpy
 import struct
@@ -14,6 +15,16 @@ from sglang_engine import ON_CPU
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = b'{"architectures": ["Qwen3ForCausalLM"]}'
+
+
+def pytest_configure() -> None:
+    """Imports make some hundred thousand objects, which stay: nothing looks for garbage among them."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 class Store:

@@ -36,7 +36,8 @@ def until(what: str, seconds: float, look, logs: Sequence[Path] = ()):
     end = time.monotonic() + seconds
     while not (answer := look()):
         assert time.monotonic() < end, "\n".join([f"no {what} within {seconds} s", *map(_end, logs)])
-        time.sleep(0.02)
+        # What is asked is often an engine, which answers by the processor that it shares with all others.
+        time.sleep(0.05)
     return answer
 
 
