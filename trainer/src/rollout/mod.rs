@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn group_that_is_away_after_another_was_left_out_is_the_first_of_a_row() {
+    fn group_that_is_away_behind_one_left_out_begins_a_row() {
         let mut returned = Returned::default();
         for nth in 1..=RETURNED_MAX {
             let is_left_out = matches!(returned.judge(away(7)).outcome, Outcome::Failed(..));

@@ -279,7 +279,7 @@ fn engine_that_refuses_is_asked_ever_later_but_at_once_anew() {
 }
 
 #[test]
-fn outage_of_the_store_changes_nothing_of_the_version_that_is_there() {
+fn outage_of_the_store_changes_nothing_of_what_is_there() {
     let fixture = Fixture::new();
     let engine = Engine::default();
     engine.next(Mood::Fail);
