@@ -170,6 +170,28 @@ def test_experts_that_have_two_dtypes_are_refused_by_name(tmp_path):
     assert {dtype for name, dtype in found.items() if ".experts." not in name} == {torch.bfloat16}
 
 
+def test_checkpoint_without_a_parameter_is_refused_by_name(tmp_path):
+    directory = write_model(tmp_path / "hf", "dense", torch.float32)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    load = lambda: Model(str(directory), options(), torch.float32, CPU, None)
+    changes = {
+        r"found none for `lm_head.weight`; save": {"lm_head.weight": None},
+        r"found none for `model.layers.1.mlp.up_proj.weight` \(and 1 more\)": {
+            "model.layers.1.mlp.up_proj.weight": None,
+            "model.norm.weight": None,
+        },
+        r"`model.norm.weight`: expected shape \[32\].*found \[31\]": {"model.norm.weight": torch.ones(31)},
+    }
+    for words, change in changes.items():
+        left = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(left, file, metadata={"format": "pt"})
+        with pytest.raises(Refused, match=words):
+            load()
+    save_file(tensors, file, metadata={"format": "pt"})
+    load()
+
+
 def test_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
     model = Model(str(write_model(tmp_path / "hf", "dense", torch.float32)), options(), torch.float32, CPU, None)
     layout = Layout(str(tmp_path / "hf"))

@@ -32,13 +32,7 @@ class Model:
     """
 
     def __init__(self, directory: str, options: Options, dtype: torch.dtype, ranks: Ranks, attention: str | None) -> None:
-        asked: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-        # The loop logs each line.
-        logging.disable_progress_bar()
-        try:
-            self.module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **asked)
-        except (ValueError, KeyError, ImportError) as error:
-            raise Refused(f"checkpoint {directory}: {error}") from error
+        self.module = _load(directory, dtype, attention)
         # Without dropout: log-probs are those of the weights.
         self.module.eval()
         self.vocabulary = self.module.get_input_embeddings().weight.shape[0]
@@ -137,6 +131,30 @@ def _chosen(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _load(directory: str, dtype: torch.dtype, attention: str | None) -> Any:
+    """A model all of whose parameters are in the checkpoint. transformers would draw others at random, with a warning."""
+    asked: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    # The loop logs each line.
+    logging.disable_progress_bar()
+    try:
+        module, loaded = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **asked
+        )
+    except (ValueError, KeyError, ImportError) as error:
+        raise Refused(f"checkpoint {directory}: {error}") from error
+    kind, state = type(module).__name__, dict(module.named_parameters())
+    for name, found, expected in sorted(loaded["mismatched_keys"]):
+        text = f"tensor `{name}`: expected shape {list(expected)}, as `config.json` says, found {list(found)}"
+        raise Refused(f"checkpoint {directory}: {text}; give the weights that belong to it")
+    # Tied parameters are there under another name, and buffers are computed.
+    missing = sorted(name for name in loaded["missing_keys"] if name in state)
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        text = f"expected all parameters of {kind}, found none for `{missing[0]}`{more}"
+        raise Refused(f"checkpoint {directory}: {text}; save the whole model")
+    return module
 
 
 def _layers(module: torch.nn.Module, names: set[str]) -> list[torch.nn.Module]:
