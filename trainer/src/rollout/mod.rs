@@ -456,7 +456,7 @@ mod tests {
 
     /// A group that was away.
     fn away(number: u64) -> Group {
-        let place = Place { path: "prompts".into(), line: number };
+        let place = Place { path: std::path::Path::new("prompts").into(), line: number };
         let prompt = Prompt::of_tokens(vec![1], place);
         let (pieces, minimum) = (Pieces::default(), None);
         let begun = Begun { number, seat: 0, asked: number, easy: None, prompt, minimum, pieces };
