@@ -305,7 +305,7 @@ pub async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<Result<Given
 fn checked(answer: &Answer, given: Given) -> Result<Given> {
     let odd = given.components.values().chain([&given.reward]).copied().find(|number| !number.is_finite());
     match odd {
-        Some(number) => Err(answer.refused("finite numbers", number, "correct the reward")),
+        Some(number) => Err(answer.refused("one finite number", number, "correct the reward")),
         None => Ok(given),
     }
 }

@@ -108,7 +108,7 @@ def answer(turn: Turn) -> None:
         assert_eq!(answer.len(), 2, "a second word on the answer is no second copy of it");
         let last = &answer[1];
         assert_eq!((last.reward, last.components.get("steps")), (Some(0.5), Some(&2.0)));
-        assert_eq!(last.metadata.as_ref().map(|metadata| metadata.get()), Some(r#"{"steps":1}"#));
+        assert_eq!(last.metadata.as_ref().map(|metadata| metadata.get()), Some(r#"{"steps": 1}"#));
         let (whole, other) = (&answer[0], &answer[1]);
         let text = tokenizer.decode(&whole.tokens).unwrap();
         assert!(text.contains(&format!("What is {sample}?")) && text.matches("and?").count() == 2, "{text}");

@@ -1,6 +1,6 @@
 //! What a run's own files say of its steps and versions.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -43,14 +43,19 @@ pub(crate) fn read(save: &Path) -> Result<BTreeMap<u64, Learned>> {
     Ok(steps)
 }
 
-/// How many answers of a group failed, as the note of its prompt has them. The group went on without them.
-pub(crate) fn failed(note: &[u8]) -> u64 {
+/// The answers of a group that failed, as the note of its prompt has them. The group went on without them.
+pub(crate) fn failed(note: &[u8]) -> BTreeSet<u64> {
+    #[derive(Deserialize)]
+    struct Failed {
+        answer: u64,
+    }
     #[derive(Default, Deserialize)]
     struct Note {
         #[serde(default)]
-        failed: Vec<serde::de::IgnoredAny>,
+        failed: Vec<Failed>,
     }
-    serde_json::from_slice::<Note>(note).unwrap_or_default().failed.len() as u64
+    let Note { failed } = serde_json::from_slice(note).unwrap_or_default();
+    failed.into_iter().map(|failed| failed.answer).collect()
 }
 
 /// The optimiser step of each version, as `versions.jsonl` has them.

@@ -159,6 +159,12 @@ impl Log {
         Ok(Log { reader, groups })
     }
 
+    /// Answers that a group went on without.
+    fn failed(&self, group: u64) -> BTreeSet<u64> {
+        let prompt = self.reader.prompt(group).ok().flatten();
+        prompt.map_or_else(BTreeSet::new, |prompt| ledger::failed(prompt.metadata()))
+    }
+
     /// The samples of a group, by id. A part of which the first says nothing is of an earlier try.
     fn samples(&self, group: u64) -> Result<Vec<Record>> {
         let mut samples = Vec::new();
@@ -201,8 +207,12 @@ impl Verifier {
             if let Some(fault) = self.take(group, step) {
                 self.found(step, group, fault);
             }
-            let samples = self.log.samples(group)?;
-            is_whole &= self.is_whole(step, group, learned, &samples);
+            let failed = self.log.failed(group);
+            let mut samples = self.log.samples(group)?;
+            // One that got no reward has samples that no step learned from.
+            samples.retain(|record| !failed.contains(&answer_of(record.scalars().sample_id)));
+            let expected = learned.answers.unwrap_or(1).saturating_sub(failed.len() as u64);
+            is_whole &= self.is_whole(step, group, learned.answers.is_some(), expected, &samples);
             let mut trained = Trained::default();
             for record in &samples {
                 self.sample(step, group, record, newest, &mut trained);
@@ -229,8 +239,8 @@ impl Verifier {
         }
     }
 
-    /// Whether the log has all answers of a group, each with all its samples.
-    fn is_whole(&mut self, step: u64, group: u64, learned: &Learned, samples: &[Record]) -> bool {
+    /// Whether the log has so many answers of a group, or more where that `is_exact` not, each with all its samples.
+    fn is_whole(&mut self, step: u64, group: u64, is_exact: bool, expected: u64, samples: &[Record]) -> bool {
         let mut answers: BTreeMap<u64, (usize, usize)> = BTreeMap::new();
         for record in samples {
             let scalars = record.scalars();
@@ -239,19 +249,11 @@ impl Verifier {
             found.1 += 1;
         }
         self.report.answers += answers.len() as u64;
-        let failed = self
-            .log
-            .reader
-            .prompt(group)
-            .ok()
-            .flatten()
-            .map_or(0, |prompt| ledger::failed(prompt.metadata()));
         let whole = answers.values().filter(|(parts, found)| *parts == 0 || parts == found).count() as u64;
-        let expected = learned.answers.unwrap_or(1).saturating_sub(failed);
         let is_whole = whole == answers.len() as u64 && whole >= expected;
         if !is_whole && self.log.reader.oldest().0 > 0 {
             self.report.unchecked.removed += 1;
-        } else if !is_whole || (learned.answers.is_some() && whole > expected) {
+        } else if !is_whole || (is_exact && whole > expected) {
             let fault =
                 Fault::of("whole answers of the group in the log", expected.to_string(), whole.to_string());
             self.found(step, group, fault);
