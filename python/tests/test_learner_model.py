@@ -13,6 +13,7 @@ from learner_loop import CPU, DEADLINE, MODELS, SMALL, options, write_model
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
 
+
 @pytest.mark.parametrize("capability, there", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_kernel_is_taken_on_gpus_that_have_it(monkeypatch, capability, there):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -168,11 +168,11 @@ def test_interpreter_that_ends_waits_for_an_asynchronous_publication(store):
             (root / "store").as_uri(), "run", resume=True, baseline_dir=root / "baseline",
             files={"config.json": b'{"architectures": ["Qwen3ForCausalLM"]}'},
         )
-        publisher.publish_async({"w": np.arange(1 << 20, dtype=np.int32)})
+        publisher.publish_async({"w": np.arange(1 << 22, dtype=np.int32)})
         """,
         store.root,
     )
-    assert store.follow()["w"][2] == np.arange(1 << 20, dtype=np.int32).tobytes()
+    assert store.follow()["w"][2] == np.arange(1 << 22, dtype=np.int32).tobytes()
 
 
 def test_model_is_not_copied_and_the_interpreter_runs_meanwhile(store):
@@ -194,7 +194,7 @@ def test_model_is_not_copied_and_the_interpreter_runs_meanwhile(store):
 
         def watch():
             global most, looks
-            while not over.wait(0.005):
+            while not over.wait(0.001):
                 most, looks = max(most, anonymous()), looks + 1
 
         watcher = threading.Thread(target=watch)

@@ -228,7 +228,11 @@ async fn close(
 async fn health(State(shared): State<Arc<Shared>>) -> Response {
     match shared.converse.check() {
         Ok(()) => "ok\n".into_response(),
-        Err(refusal) => (StatusCode::SERVICE_UNAVAILABLE, format!("{refusal}\n")).into_response(),
+        // Why is the log's: strangers may ask here.
+        Err(_) => {
+            let todo = "it cannot keep what it draws: make room, or mend the disk, and start this again\n";
+            (StatusCode::SERVICE_UNAVAILABLE, todo).into_response()
+        }
     }
 }
 

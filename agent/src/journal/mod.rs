@@ -177,6 +177,7 @@ fn write_groups(mut groups: Groups, mut waiting: mpsc::Receiver<Entry>, failed: 
             let written = frame::group(group.iter().map(|entry| entry.record.as_slice()));
             if let Err(error) = groups.write(&written) {
                 let todo = "make room, or mend the disk, and start this again";
+                tracing::error!(%error, "the journal of sessions could not be written; {todo}");
                 let _ = failed.set(format!("it could not be written: {error}; {todo}"));
             }
         }

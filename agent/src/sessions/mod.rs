@@ -264,6 +264,7 @@ fn replay(records: &[&[u8]], settings: &Settings) -> Result<(Book, Vec<bool>), S
     read.retain(|_, read| !is_rested(read) || age(read) <= settings.kept.as_secs());
     // The end of a session is of use while its name is not given again.
     let is_kept = |(name, is_end): &(String, bool)| match is_end {
+        _ if settings.all => true,
         true => book.closed.names.contains(name),
         false => read.contains_key(name),
     };

@@ -452,20 +452,18 @@ fn left_out(reader: &Reader, step: u64, failure: Option<&str>) -> Picked {
     let mut causes = BTreeMap::new();
     let is_wanted = |record: &Record| {
         let (scalars, kind) = (record.scalars(), record.kind());
-        let cause = match kind {
-            Kind::Prompt => cause(&PromptNote::of(record)),
-            Kind::Sample if !scalars.evaluation => {
-                let note = note(reader, record);
-                let failed = note.failed_of(record).map(|failed| failed.outcome.name().to_owned());
-                failed.or_else(|| cause(&note))
-            }
-            _ => None,
+        let (group, note) = match kind {
+            Kind::Prompt => (scalars.sample_id, PromptNote::of(record)),
+            Kind::Sample if !scalars.evaluation => (scalars.group_id, note(reader, record)),
+            _ => return false,
         };
-        let Some(cause) = cause else { return false };
-        let is_wanted =
-            kind == Kind::Sample && failure.is_none_or(|wanted| wanted.is_empty() || *wanted == cause);
-        causes.insert(if kind == Kind::Prompt { scalars.sample_id } else { scalars.group_id }, cause);
-        is_wanted
+        let of_group = cause(&note);
+        // The group of an answer that alone failed may be one that a step learns from.
+        let failed = note.failed_of(record).filter(|_| kind == Kind::Sample);
+        let cause = failed.map(|failed| failed.outcome.name().to_owned()).or_else(|| of_group.clone());
+        of_group.map(|cause| causes.insert(group, cause));
+        let is_wanted = |cause: String| failure.is_none_or(|wanted| wanted.is_empty() || *wanted == cause);
+        kind == Kind::Sample && cause.is_some_and(is_wanted)
     };
     let (records, .., cut) = apart(reader, step, is_wanted);
     Picked { records, causes: outlines::count(causes.into_values()), cut, ..Picked::default() }

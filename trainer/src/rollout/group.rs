@@ -55,7 +55,11 @@ impl Outcome {
 impl Group {
     /// Whether it ended before answers of it did, or without some.
     pub(super) fn lacks_answers(&self) -> bool {
-        !self.failed.is_empty() || matches!(self.outcome, Outcome::Failed(..))
+        match self.outcome {
+            Outcome::Kept(_) | Outcome::Filtered(..) => !self.failed.is_empty(),
+            Outcome::Failed(..) => true,
+            Outcome::Returned(_) => false,
+        }
     }
 
     /// The scores that are to be written.
@@ -84,6 +88,12 @@ struct Failing<'a> {
 }
 
 impl Failing<'_> {
+    /// How many more may fail.
+    fn room(&self) -> usize {
+        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner).len();
+        (self.most as usize).saturating_sub(failed)
+    }
+
     /// The group goes on without an answer.
     ///
     /// # Errors
@@ -195,20 +205,27 @@ impl Rollouts {
             drawn.iter().map(|Drawn { answered, .. }| answer(task, answered.answer, prompt, &answered.parts));
         let answers = answers.collect::<Result<Vec<_>>>()?;
         let given = rewards(task, &answers).await?;
-        let (mut left, mut answers_left) = (Vec::new(), Vec::new());
+        let (mut left, mut answers_left, mut lacking) = (Vec::new(), Vec::new(), Vec::new());
         for ((drawn, answer), given) in drawn.into_iter().zip(answers).zip(given) {
             match given {
                 Ok(given) => {
                     left.push((drawn, given));
                     answers_left.push(answer);
                 }
-                Err(error) => {
-                    failing.goes_on(answer.sample, error)?;
-                    drawn.meter.iter().for_each(|meter| self.queue.lost(failing.begun.number, meter));
-                }
+                Err(error) => lacking.push((drawn, error)),
             }
         }
-        self.choose(&left, &answers_left).await
+        let room = failing.room();
+        if lacking.len() > room {
+            return Err(lacking.swap_remove(room).1);
+        }
+        // A hook that is away has the group rewarded again: nothing has failed by then.
+        let outcome = self.choose(&left, &answers_left).await?;
+        for (drawn, error) in lacking {
+            failing.goes_on(drawn.answered.answer, error)?;
+            drawn.meter.iter().for_each(|meter| self.queue.lost(failing.begun.number, meter));
+        }
+        Ok(outcome)
     }
 
     /// Chooses what is learned from of answers that have rewards.

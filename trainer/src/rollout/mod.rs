@@ -163,9 +163,9 @@ impl Rollouts {
             }
             let mut arrived: Vec<_> = arrived.into_iter().map(|group| returned.judge(group)).collect();
             arrived.iter_mut().for_each(|group| self.see(&mut curriculum, group));
-            if arrived.iter().any(Group::lacks_answers) {
-                // What was drawn of those would lie behind the end of their group, and no removal would find it done.
-                keeper.settle().await?;
+            // What was drawn of those would lie behind the end of their group, and no removal would find it done.
+            if arrived.iter().any(Group::lacks_answers) && keeper.settle().await.is_err() {
+                return finished((&mut keeping).await)?;
             }
             blocking(|| self.append(&arrived))?;
             for group in arrived {

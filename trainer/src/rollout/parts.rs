@@ -93,17 +93,14 @@ pub(super) fn parts(log: &Reader, group: u64, answer: u64) -> Option<Vec<Record>
 /// A group with all parts of its `answers` answers, by sample id, if the log has them with their scores, and none is left
 /// out. Those that failed for good, or got no reward, are in none.
 pub(crate) fn group(log: &Reader, group: u64, answers: u64) -> Option<Group> {
-    let failed = || {
-        let prompt = log.prompt(group).ok().flatten();
-        prompt.map_or_else(Vec::new, |prompt| PromptNote::of(&prompt).failed)
-    };
+    let prompt = log.prompt(group).ok().flatten();
+    let failed = prompt.map_or_else(Vec::new, |prompt| PromptNote::of(&prompt).failed);
     let is_ready = |record: &Record| record.is_scored() && record.verdict() != Verdict::LeftOut;
-    let (mut records, mut known) = (Vec::new(), None);
+    let mut records = Vec::new();
     for answer in answers_of(group, answers).ok()? {
-        match parts(log, group, answer) {
-            Some(parts) if parts.iter().all(is_ready) => records.extend(parts),
-            _ if known.get_or_insert_with(failed).iter().any(|failed| failed.answer == answer) => {}
-            _ => return None,
+        // One that failed may have a score of an earlier try, which a crash cut off.
+        if failed.iter().all(|failed| failed.answer != answer) {
+            records.extend(parts(log, group, answer).filter(|parts| parts.iter().all(is_ready))?);
         }
     }
     records.sort_by_key(|record| record.scalars().sample_id);

@@ -16,7 +16,7 @@ use crate::run::Run;
 const AGAIN: Duration = Duration::from_secs(5);
 
 /// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A
-/// store that does not take it is asked again with the next change or round.
+/// store that does not take it is asked again with the next change, or after a pause.
 #[derive(Debug)]
 pub(super) struct LeaseRenewal {
     run: Run,

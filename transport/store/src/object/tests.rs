@@ -260,8 +260,8 @@ fn a_silent_server_is_given_up_by_name() {
 #[test]
 fn listing_has_the_time_of_a_request_for_each_page() {
     let server = Server::start();
-    let store = bucket(&server, Limits { attempt: Duration::from_secs(1), ..limits() });
-    let late = Fault::Late(Duration::from_millis(200));
+    let store = bucket(&server, Limits { attempt: Duration::from_secs(2), ..limits() });
+    let late = Fault::Late(Duration::from_millis(400));
     let objects = (0..13).map(|at| (format!("root/dir/{at:02}"), (Bytes::new(), at)));
     server.with(|bucket| {
         bucket.objects = objects.collect();
