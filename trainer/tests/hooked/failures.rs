@@ -6,7 +6,7 @@ use super::turn;
 use async_trait::async_trait;
 use driftless_bridge::engine::{Finish, Piece, Tell, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label};
-use driftless_buffer::{Identity, Kind, Log, Options, Position, Reader, Record};
+use driftless_buffer::{Identity, Kind, Log, Options, Position, Reader, Record, Sample, Scalars};
 use driftless_trainer::options::Mode;
 use driftless_trainer::reward::{Given, Reward};
 use driftless_trainer::rollout::{Dropped, Policy, PromptNote, Queue, RolloutOptions, Rollouts, Since};
@@ -419,6 +419,10 @@ async fn group_goes_on_without_the_answers_that_get_no_reward() {
     let told = |record: &Record| note.failed_of(record).map(|failed| failed.outcome);
     let told: Vec<_> = records(&log, Kind::Sample).iter().filter_map(told).collect();
     assert_eq!(told, [Failure::Reward; 3]);
+    // A try that a crash cut off may have left a score of one of them.
+    let scalars = Scalars { sample_id: 2, reward: 2.0, ..Scalars::default() };
+    let _ = run.log.append(&Sample { kind: Kind::Score, scalars, ..Sample::default() }).unwrap();
+    assert_eq!(rewards(&run.logged_group(0).unwrap().records), left);
     // The next process has it as it is.
     let queue = Queue::open(Policy::new(Mode::Synchronous, 1, 1), &log, ANSWERS, 0, BTreeMap::new());
     assert_eq!(queue.batch(0), Some(vec![0]));
